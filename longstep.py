@@ -81,12 +81,18 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'longstep' has no attribute {name!r}: it has {', '.join(__all__)}")
     _require_own_packages()
+    importlib.import_module("sim.setup.charts_shown").draw_by(_drawing)
     found = globals()[name] = getattr(importlib.import_module(home), name)
     return found
 
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+def _drawing() -> Any:
+    """Return what draws charts in notebooks; it is imported when the first is shown, as templates take a while."""
+    return importlib.import_module("experiments.pages.notebook").DRAWING
 
 
 def _require_own_packages() -> None:

@@ -15,7 +15,8 @@ import msgspec
 from experiments.pages.plots import HUES
 from sim.units import length, percent, seconds, size
 
-_SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "pentagon")
+SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "pentagon")
+"""The outlines of ``plots.SHAPES``, as plotly.js names them."""
 _MOST_TICKS = 12
 
 
@@ -89,7 +90,7 @@ def lines(
             + (f"\n{point.says}" if point.says else "")
             for point in found
         ]
-        symbol = _SYMBOLS[number % len(_SYMBOLS)]
+        symbol = SYMBOLS[number % len(SYMBOLS)]
         trace: dict[str, Any] = {
             "type": "scatter",
             "mode": "lines+markers" if joined else "markers",

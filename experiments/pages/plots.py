@@ -7,7 +7,7 @@ has a width is laid out for it: ``pictures.py`` says for which.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -238,16 +238,16 @@ def _parity_mark(point: Point, across: Axis, up: Axis) -> Mark:
     )
 
 
-def time_ticks(axis: Axis) -> list[Tick]:
+def time_ticks(axis: Axis, shown: Callable[[float], str] = seconds) -> list[Tick]:
     """Return 1, 2 and 5 times every power of ten, or the powers of ten, where these are three or more and have no more
-    room.
+    room; of what is no time, as ``shown`` writes it.
     """
     decade = abs(axis.end - axis.begin) / math.log10(axis.high / axis.low)
     powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
     inside = sum(axis.low <= 10.0**power <= axis.high for power in powers)
     steps = (1, 2, 5) if decade > 170 or inside < 3 else (1,)
     values = [float(f"{step}e{power}") for power in powers for step in steps]
-    return [Tick(axis.at(value), seconds(value)) for value in values if axis.low <= value <= axis.high]
+    return [Tick(axis.at(value), shown(value)) for value in values if axis.low <= value <= axis.high]
 
 
 def share_ticks(axis: Axis, apart: float = 20) -> list[Tick]:

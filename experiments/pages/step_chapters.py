@@ -14,6 +14,7 @@ from experiments.evidence.record import Record, judged, provenance, summary
 from experiments.evidence.results import Result
 from experiments.pages.chapters import Chapter, is_figure, said, stated
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, SHARE, Chart, Point, bars, lines, parity
+from experiments.pages.step_charts import parts_chart, saves_chart
 from experiments.pages.tables import cell, head, table
 from experiments.pages.timeline import busy, memory_charts, of_chrome
 from sim.errors import InputError
@@ -134,15 +135,11 @@ def simulate_chapter(result: Result) -> Chapter:
     found = result.data
     parts, room = found["breakdown"], found.get("room")
     held = room["terms"] if room else found["memory"]
-    charts = [_stack("where the step of the critical rank goes", {name: [s] for name, s in parts.items()}, SECONDS)]
+    charts = [parts_chart(parts)]
     if any(held.values()):
         charts.append(_stack(f"{PEAK} of a GPU", {name: [nbytes] for name, nbytes in held.items()}, BYTES))
     if saves := found.get("saves"):
-        first = sorted(saves, key=lambda figure: -saves[figure])
-        charts.append(
-            bars(first, {"saved": [saves[figure] for figure in first]}, title="what doubling each figure saves",
-                 about="Share of the step that doubling each figure of the machine saves", unit=SHARE)
-        )  # fmt: skip
+        charts.append(saves_chart(saves))
     rows = [
         {"figure": head(name), "value": _shown(name, value)}
         for name, value in found.items()

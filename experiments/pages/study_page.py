@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from experiments.pages.bars import bar_mark, round_values, rows_in
 from experiments.pages.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
 from experiments.pages.plots import (
     HUES,
@@ -19,7 +20,6 @@ from experiments.pages.plots import (
     Trend,
     apart,
     height_below,
-    named,
 )
 from experiments.pages.render import render
 from experiments.pages.tables import head
@@ -30,10 +30,8 @@ from sim.units import length, seconds, size
 
 _WIDTH, _HEIGHT, _LOW = 860, 380, 320
 """Pixels of lines, on a wide screen; their height on a phone."""
-_ROW, _CELL = 26, 40
-"""Pixels of a bar with its distance to the next, and of a row of a map."""
-_NAME = 18
-"""Pixels of a name above what it names."""
+_CELL = 40
+"""Pixels of a row of a map."""
 _SPREAD_ROW = 112
 """Pixels of a row of marks with whiskers."""
 
@@ -87,7 +85,7 @@ def _lines(
     plot = Plot(
         about=about, width=width, height=height_below(frame, x_label), frame=frame,
         x_ticks=apart([Tick(across.at(x), x_name(x)) for x in xs], width),
-        y_ticks=[Tick(up.at(value), f"{value:.4g}") for value in _round(most)], x_label=x_label, y_label=y_label,
+        y_ticks=[Tick(up.at(value), f"{value:.4g}") for value in round_values(most)], x_label=x_label, y_label=y_label,
         trends=trends, marks=marks,
     )  # fmt: skip
     entries = [Entry(shape, look, line.name) for line, (shape, look) in zip(series, looks, strict=True)]
@@ -100,7 +98,7 @@ def shares(bars: Sequence[tuple[str, Mapping[str, float]]], *, about: str, x_lab
 
 
 def _shares(bars: Sequence[tuple[str, Mapping[str, float]]], about: str, x_label: str, width: float) -> Drawn:
-    frame, middles = _rows([bar for bar, _ in bars], 90, width)
+    frame, middles = rows_in([bar for bar, _ in bars], 90, width)
     names = list(dict.fromkeys(name for _, parts in bars for name in parts))
     most = max(sum(parts.values()) for _, parts in bars)
     across = Axis(low=0.0, high=most, begin=frame.left, end=frame.right, logarithmic=False)
@@ -111,7 +109,7 @@ def _shares(bars: Sequence[tuple[str, Mapping[str, float]]], about: str, x_label
             if share := parts.get(name, 0.0):
                 left, right = across.at(begin), across.at(begin + share)
                 tip, look = f"{bar}\n{name} {100 * share:.3g} %", f"hue-{names.index(name) % len(HUES)}"
-                marks.append(_bar(left, right - left, middle, look, row, tip))
+                marks.append(bar_mark(left, right - left, middle, look, row, tip))
                 begin += share
     plot = Plot(
         about=about, width=width, height=height_below(frame, x_label), frame=frame,
@@ -132,7 +130,7 @@ def _winners(
 ) -> Drawn:
     xs, ys = (list(dict.fromkeys(key[number] for key in cells)) for number in (0, 1))
     names = sorted({winner for winner, _ in cells.values()})
-    frame, rows = _rows(ys, 90, width, _CELL)
+    frame, rows = rows_in(ys, 90, width, _CELL)
     wide, high = (frame.right - frame.left) / len(xs), _CELL
     fits = max(map(text_width, names)) + 4 < wide
     known = {name: name if fits else chr(ord("A") + number) for number, name in enumerate(names)}
@@ -172,7 +170,7 @@ def spreads(marks: Sequence[Spread], *, about: str, x_label: str) -> Picture:
 
 def _spreads(marks: Sequence[Spread], about: str, x_label: str, width: float) -> Drawn:
     rows, names = (list(dict.fromkeys(getattr(one, key) for one in marks)) for key in ("row", "name"))
-    frame, middles = _rows(rows, 150, width, _SPREAD_ROW)
+    frame, middles = rows_in(rows, 150, width, _SPREAD_ROW)
     low, high = min(one.values[0] for one in marks) / 1.1, max(one.values[2] for one in marks) * 1.1
     across = Axis(low=low, high=high, begin=frame.left, end=frame.right)
     looks = {name: (SHAPES[at % len(SHAPES)], f"hue-{at % len(HUES)}") for at, name in enumerate(names)}
@@ -201,11 +199,11 @@ def lengths(bars: Sequence[tuple[str, int, str]], *, about: str, x_label: str) -
 
 
 def _lengths(bars: Sequence[tuple[str, int, str]], about: str, x_label: str, width: float) -> Drawn:
-    frame, middles = _rows([name for name, _, _ in bars], 200, width)
+    frame, middles = rows_in([name for name, _, _ in bars], 200, width)
     most = max(tokens for _, tokens, _ in bars) * 1.05
     across = Axis(low=0.0, high=most, begin=frame.left, end=frame.right, logarithmic=False)
     marks = [
-        _bar(frame.left, across.at(tokens) - frame.left, middles[row].at, "hue-0", row, f"{name}\n{tip}")
+        bar_mark(frame.left, across.at(tokens) - frame.left, middles[row].at, "hue-0", row, f"{name}\n{tip}")
         for row, (name, tokens, tip) in enumerate(bars)
     ]
     steps = [number * 2**20 for number in range(int(most / 2**20) + 1)]
@@ -215,22 +213,6 @@ def _lengths(bars: Sequence[tuple[str, int, str]], about: str, x_label: str, wid
         x_label=x_label, marks=marks,
     )  # fmt: skip
     return Drawn(plot, legend([[Entry(SWATCH, "hue-0", x_label)]], width))
-
-
-def _rows(names: Sequence[str], left: float, width: float, high: float = _ROW) -> tuple[Frame, list[Tick]]:
-    """Return the frame of rows with names, and the middle of each: names stand beside them, on phones above."""
-    above = _NAME if is_narrow(width) and any(names) else 0
-    frame = Frame(14 if above else left, 10, width - 20, 10 + (high + above) * len(names))
-    tops = [frame.top + (high + above) * row + above for row in range(len(names))]
-    return frame, [
-        named(name, top + high / 2, top, frame, above=bool(above)) for name, top in zip(names, tops, strict=True)
-    ]
-
-
-def _bar(left: float, long: float, middle: float, look: str, row: int, tip: str) -> Mark:
-    high = 0.4 * _ROW
-    outline = f"M0 {-high:.2f}h{long:.2f}v{2 * high:.2f}h{-long:.2f}z"
-    return Mark(x=left, y=middle, whisker="", ends=(left, left + long), shape=outline, look=look, row=row, tip=tip)
 
 
 def page(
@@ -282,11 +264,3 @@ def said(key: str, value: Any) -> str:
     if key.endswith("_s") and not key.endswith("_per_s"):
         return seconds(value)
     return size(value) if key.endswith("_bytes") else f"{value:.4g}"
-
-
-def _round(most: float) -> list[float]:
-    """Return four to eight round values from 0 up to one."""
-    step = 10.0**-9
-    while most / step > 8:
-        step *= 2.5 if f"{step:e}".startswith("2") else 2
-    return [number * step for number in range(int(most / step) + 1)]

@@ -7,28 +7,24 @@ from typing import Any
 
 import msgspec
 
-from experiments.evidence.peaks import PEAK, beside
+from experiments.evidence.peaks import beside
 from experiments.evidence.provenance import evidence_lines
-from experiments.pages.charts import BYTES, SECONDS, SHARE, Chart, bars
-from experiments.pages.plots import HUES
+from experiments.pages.charts import SECONDS, Chart, bars
+from experiments.pages.step_charts import memory_chart, parts_chart, saves_chart
 from experiments.pages.sweep_chapter import sweep_charts
 from experiments.pages.tables import Rows, table
 from sim.engine.report import Report
-from sim.memory import TERMS
 from sim.setup.answer import grounds, interval
 from sim.setup.figures_shown import figures_shown, limit_shown
 from sim.setup.portions import COLUMNS, Row, columns
 from sim.setup.prediction import Prediction
-from sim.units import FEW, number, seconds, seconds_between, size
+from sim.units import FEW, number, seconds, seconds_between
 
 COMPARED = (
     "variant", "degrees", "step_time_s", "90 % interval", "tokens_per_s_per_gpu", "for_a_token", "mfu",
     "peak_hbm_bytes", "fits", "bound_by", "error",
 )  # fmt: skip
 """Columns of variants side by side."""
-
-
-_BESIDE_BUFFERS = "beside buffers"
 
 
 def figures(prediction: Prediction, found: Report) -> dict[str, Any]:
@@ -48,7 +44,7 @@ def figures(prediction: Prediction, found: Report) -> dict[str, Any]:
         "said": _said(found),
         "shown": figures_shown(prediction, found),
         "beside": beside(prediction.cluster.spec),
-        "charts": {"memory": _memory(found), "parts": _parts(found)},
+        "charts": {"memory": plain(memory_chart(found)), "parts": plain(parts_chart(found.breakdown))},
     }
 
 
@@ -75,7 +71,7 @@ def whole(prediction: Prediction, found: Report) -> dict[str, Any]:
         "warnings": basis.warnings,
         "evidence": evidence_lines(found.evidence),
         "techniques": prediction.techniques,
-        "charts": {"saves": _saves(found)} if found.saves else {},
+        "charts": {"saves": plain(saves_chart(found.saves))} if found.saves else {},
     }
 
 
@@ -121,36 +117,3 @@ def _within(row: Row) -> str:
 
 def _able(row: Row) -> bool:
     return not row["error"] and row["fits"] != "no"
-
-
-def _memory(found: Report) -> Any:
-    """Return the chart of a GPU's memory by term, against what it has."""
-    if found.room is None or found.room.limits[0].memory != "GPU":
-        return plain(bars([PEAK], {name: [held] for name, held in found.memory.items()}, unit=BYTES,
-                          title=PEAK, about="Bytes at the peak by what they are of"))  # fmt: skip
-    limit = found.room.limits[0]
-    parts: dict[str, list[float]] = {str(term): [found.room.terms.get(term, 0)] for term in TERMS}
-    parts[_BESIDE_BUFFERS] = [limit.reserved_bytes]
-    chart: dict[str, Any] = plain(
-        bars(["GPU"], parts, title=f"memory of a GPU, {size(limit.capacity_bytes)} in all",
-             about="Bytes of a GPU at the peak by term, against its capacity", unit=BYTES,
-             limit=("capacity", limit.capacity_bytes))
-    )  # fmt: skip
-    for trace in chart["traces"]:
-        if trace["name"] == _BESIDE_BUFFERS:
-            trace |= {"hue": [*HUES].index("grey"), "marker": {"pattern": {"shape": "/"}}}
-    return chart
-
-
-def _parts(found: Report) -> Any:
-    parts = {str(part): [taken] for part, taken in found.breakdown.items()}
-    return plain(bars(["step"], parts, title="where the step of the critical rank goes", unit=SECONDS,
-                      about="One bar of its parts: where the step of the critical rank goes"))  # fmt: skip
-
-
-def _saves(found: Report) -> Any:
-    names = list(found.saves)
-    return plain(
-        bars(names, {"saved": [found.saves[name] for name in names]}, title="what doubling each figure saves",
-             about="Share of the step that doubling each figure of the machine saves", unit=SHARE)
-    )  # fmt: skip

@@ -227,10 +227,11 @@ class Prediction:
 
     def _repr_html_(self) -> str:
         from sim.setup.answer import as_html  # noqa: PLC0415 - see answer
+        from sim.setup.charts_shown import charts_of_step  # noqa: PLC0415 - see answer
         from sim.setup.figures_shown import as_rows, figures_shown  # noqa: PLC0415 - see answer
 
-        shown = [*figures_shown(self, self.figures), ("bound by", self.bound_by)]
-        return as_html(self.answer, as_rows(shown), [self.title, *self.rests_on])
+        shown = as_rows([*figures_shown(self, self.figures), ("bound by", self.bound_by)])
+        return as_html(self.answer, shown + charts_of_step(self), [self.title, *self.rests_on])
 
 
 def write_trace(output: Output, checked: Checked, traces: list[Trace]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from sim.errors import InputError
 from sim.setup.answer import Grounds, as_html, as_text, degrees
+from sim.setup.charts_shown import charts_of_rows
 from sim.setup.prediction import Prediction
 
 
@@ -80,7 +81,7 @@ class Table:
 
         heads = line("th", self.rows[0]) if self.rows else ""
         rows = "".join(line("td", row.values()) for row in self.rows)
-        shown = f'<div style="overflow-x: auto"><table>{heads}{rows}</table></div>'
+        shown = f'<div style="overflow-x: auto"><table>{heads}{rows}</table></div>{charts_of_rows(self.rows)}'
         return as_html(self.answer, shown, self.rests_on) if self.answer else shown
 
 
