@@ -14,9 +14,13 @@ from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Op
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.methods import ring, single, ulysses
+from sim.schedule.methods.hints import Hints
+from sim.schedule.model import layer
 from sim.schedule.model.layer import GRADIENTS
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.check import Checked, check
+from sim.schedule.write.builder import ProgramBuilder
+from sim.setup import names
 from sim.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, is_refused, make_model, slow_but
 
@@ -163,3 +167,31 @@ def test_what_is_gathered_over_replicas_is_proved_for_all_ranks() -> None:
         return [op, AllGather(label="again", communicator=GRADIENTS, send=whole, recvs=Split(whole, 0, 4))]
 
     assert not folds(changed(schedule, gathers))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2, ring=2), Mesh(dp=4, ulysses=2), Mesh(dp=3, ring=2), Mesh(dp=7)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": "3"}, {"zero_stage": "1", "micro_batches": "2"}, {"zero_stage": "2", "optimiser": "host"},
+        {"zero_stage": "3", "optimiser": "host", "weights": "host"}, {"zero_stage": "1", "reduce_to": "all"},
+    ],
+)  # fmt: skip
+def test_shards_of_later_replicas_are_those_that_each_writes(
+    mesh: Mesh, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank whose shards are as large as those of its role has the program of that, with rows of its own."""
+    entry, workload = names.entry("usp"), msgspec.structs.replace(layers(batch=2), scope="step")
+    chosen = names.options(entry, "usp", list(options.items()), "")
+    built: list[int] = []
+
+    def schedule() -> Schedule:
+        return entry.schedule(workload, mesh, chosen, Hints())
+
+    monkeypatch.setattr(layer, "ProgramBuilder", lambda *given: built.append(given[0]) or ProgramBuilder(*given))
+    found, written = schedule().to_json(), len(built)
+    padded = mesh.dp in {3, 7}  # the last shard alone
+    assert written == (mesh.size if "reduce_to" in options else mesh.size // mesh.dp + padded)
+    monkeypatch.setattr(layer, "rows_later", lambda *_: None)
+    assert schedule().to_json() == found
+    assert len(built) == written + mesh.size

@@ -162,15 +162,17 @@ class Fragment:
                 used.add(view.buffer)
         return frozenset(found)
 
-    def of_replica(self, ranks: int, sequences: int) -> Fragment:
+    def of_replica(self, ranks: int, sequences: int, rows: Mapping[str, int]) -> Fragment:
         """Return what a replica does in its place whose ranks and sequences are numbered so many later; itself where it
-        names none.
+        names none. ``rows`` says by tensor how many later those of weights are, 0 where it does not.
         """
         buffers = (*self.given, *self.own)
 
         def port(one: Port) -> Port:
             if "b" not in buffers[one.view.buffer].dims:  # a weight, which is of no sequence
-                return one
+                later = rows.get(one.tensor, 0)
+                tokens = tuple([span.moved(later) for span in one.tokens])
+                return msgspec.structs.replace(one, tokens=tokens) if later else one
             return msgspec.structs.replace(one, batch=one.batch.moved(sequences))
 
         def messages(some: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -332,9 +334,12 @@ class Program:
         """Return a program with other buffers, ops or ports, or of another rank, in one call."""
         return Program(**{**_fields(self), **changes})
 
-    def of_replica(self, ranks: int, sequences: int) -> Program:
-        """Return what the rank does that has its place in a replica whose ranks and sequences come so many later."""
-        fragments = {call.fragment: call.fragment.of_replica(ranks, sequences) for call in self.calls}
+    def of_replica(self, ranks: int, sequences: int, rows: Mapping[str, int] = {}) -> Program:
+        """Return what the rank does that has its place in a replica whose ranks and sequences come so many later, and
+        the rows of weights of some tensors, too.
+        """
+        fragments = {call.fragment: call.fragment for call in self.calls}
+        fragments = {one: one.of_replica(ranks, sequences, rows) for one in fragments}
         calls = (call._replace(fragment=fragments[call.fragment]) for call in self.calls)
         return Program.of_calls(self.rank + ranks, calls)
 

@@ -115,6 +115,31 @@ def _part(size: int, parts: int) -> int:
     return -(-size // parts)
 
 
+def rows_later(
+    workload: Workload, shards: Shards, options: LayerOptions, role: int, owner: int
+) -> dict[str, int] | None:
+    """Return by the tensors of ports how many rows later those are that ``owner`` owns than those that ``role`` does;
+    None where its program may differ from that of ``role`` in more: where either owns fewer than others, or takes them
+    from where they lie among all.
+    """
+    within = shards.within
+    if within is None or options.reduce_to == "all" or len(within.group_of(role)) != len(within.group_of(owner)):
+        return None
+    later: dict[str, int] = {}
+    here, there, parts = within.position(role), within.position(owner), len(within.group_of(role))
+    for unit in units(workload):
+        (size,) = unit.flat.shape(workload.model)
+        each = _part(size, parts)
+        if (max(here, there) + 1) * each > size:
+            return None
+        rows = each * (there - here)
+        for tensor in (*unit.states, unit.working):
+            for port in (tensor, updated(tensor)):
+                if later.setdefault(port.name, rows) != rows:
+                    return None
+    return later
+
+
 class _Pool:
     """Buffers for gathered weights of one kind of unit: as many as are gathered ahead, and those in use."""
 

@@ -9,7 +9,7 @@ time, is in ``params``, ``saving`` and ``tiling``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple, cast
 
 import msgspec
@@ -27,7 +27,7 @@ from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import Checkpoint, checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Around, Block, Equation, back
-from sim.schedule.model.flat import Flat, Shards, moved_bytes, shards_of
+from sim.schedule.model.flat import Flat, Shards, moved_bytes, rows_later, shards_of
 from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.projections import Projections, made_again, with_projections_apart
@@ -140,6 +140,13 @@ def build_around(
     def program(rank: int) -> Program:
         """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
         role = mesh.role(rank)
+        later = rows_later(workload, shards, options, role, rank) if across_replicas else None
+        own = written(rank) if later is None else of_role(role)
+        return own if rank == role else own.of_replica(rank - role, mesh.replica(rank) * workload.batch, later or {})
+
+    def written(rank: int) -> Program:
+        """Return the program of the one in its place, with the shards of a rank."""
+        role = mesh.role(rank)
         b = ProgramBuilder(role, workload, mesh.dp)
         if not layers:
             b.workload = workload.of_layer(0)
@@ -159,9 +166,9 @@ def build_around(
         first = kinds[0]._replace(
             rotary_table=options.rotary_table, modules=options.modules, kinds=tuple(kinds), waits=waits
         )
-        written = first.program()
-        return written if rank == role else written.of_replica(rank - role, mesh.replica(rank) * workload.batch)
+        return first.program()
 
+    of_role = cache(written)
     return Schedule(header, program, replicated=not across_replicas)
 
 
