@@ -322,6 +322,7 @@ class _Met:
         self._kinds = Distinct()
         self._groups = [group for communicator in self._communicators for group in communicator.groups]
         rows: dict[np.dtype[Any], list[Array]] = {_SIDE: [], _EXCHANGE: [], _COLLECTIVE: []}
+        begins: dict[np.dtype[Any], list[int]] = {dtype: [] for dtype in rows}
         known: dict[Fragment, list[Array]] = {}
         for program, first in zip(schedule.programs, into.first, strict=False):
             for call in program.calls:
@@ -329,14 +330,14 @@ class _Met:
                 if fragment not in known:
                     known[fragment] = self._numbered(_facts(fragment.shared))
                 for some in known[fragment]:
-                    placed = some.copy()
-                    placed["op"] += first
-                    rows[placed.dtype].append(placed)
+                    rows[some.dtype].append(some)
+                    begins[some.dtype].append(first)
                 first += len(fragment.ops)  # noqa: PLW2901 - of the rank's next call
+        sides, exchanges, collectives = (_placed(found, begins[dtype], dtype) for dtype, found in rows.items())
         self._group_of = self._find_group_of(len(into.programs))
-        self._set_transfers(together(rows[_SIDE], _SIDE), into)
-        self._set_exchanges(together(rows[_EXCHANGE], _EXCHANGE), into)
-        self._set_groups(together(rows[_COLLECTIVE], _COLLECTIVE), into)
+        self._set_transfers(sides, into)
+        self._set_exchanges(exchanges, into)
+        self._set_groups(collectives, into)
 
     def _numbered(self, facts: _Facts) -> list[Array]:
         """Return those rows of a fragment that there are, by the numbers of communicators of the schedule."""
@@ -420,6 +421,13 @@ class _Met:
         into.ops["group"][self.members] = np.repeat(np.arange(len(counts)), counts)
         self.group_call = np.array(group_call, INT)
         self.calls: list[tuple[CollectiveKey, ops.Collective]] = calls.found
+
+
+def _placed(found: Sequence[Array], begins: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    """Return rows of fragments one behind the other, their ops counted from where each fragment begins."""
+    placed = together(found, dtype)
+    placed["op"] += np.repeat(np.array(begins, INT), [len(some) for some in found])
+    return placed
 
 
 def _distinct(*columns: Array) -> tuple[list[tuple[int, ...]], Array]:
