@@ -85,6 +85,11 @@ class Fragment:
         """What stands for all fragments that are alike: what does not depend on the tokens of ports is found there."""
         return self.alike or self
 
+    @property
+    def peers(self) -> list[int]:
+        """The ranks that its messages come from and go to, one after the other."""
+        return [some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)]
+
     def like(self, other: Fragment) -> bool:
         """Return whether another rank's fragment does the same on the same buffers, whatever the tokens of ports."""
         return (
@@ -465,7 +470,7 @@ class Schedule:
         self._build = build
         self._programs: dict[int, Program] = {}
         self._fragments: dict[tuple[int, ...], list[Fragment]] = {}
-        """Those of all programs, by their sizes; of those that are alike the first."""
+        """Those of all programs, by their sizes and peers; of those that are alike the first."""
 
     @property
     def num_ranks(self) -> int:
@@ -496,7 +501,7 @@ class Schedule:
             own = call.fragment
             if own in found:
                 continue
-            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops)), [])
+            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops), *own.peers), [])
             other = next((one for one in known if own.like(one)), None)
             if other is None:
                 known.append(own)
@@ -505,7 +510,7 @@ class Schedule:
             else:
                 own = dataclasses.replace(other, inputs=own.inputs, outputs=own.outputs, alike=other.shared)
             found[call.fragment] = own
-        return Program.of_calls(program.rank, [call._replace(fragment=found[call.fragment]) for call in program.calls])
+        return Program.of_calls(program.rank, [Call(found[of], *places) for of, *places in program.calls])
 
     @property
     def programs(self) -> list[Program]:
