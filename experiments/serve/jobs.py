@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -33,7 +34,8 @@ from sim.units import FEW, length, seconds, size
 BUDGET_S, BUDGET_BYTES = 10.0, 2.0e9
 """What an answer may take, by its estimate, without being asked for anyway."""
 _LONG_S = 0.9
-"""From where on a step is first bounded; the estimate has the proof in it, which is left out here."""
+"""From where on a step is first bounded; the estimate has the proof in it, which is left out here. Also up to where a
+rank's share of a step is, which is bounded where all of it is refused."""
 MOST_TOKENS = 2**24
 """Up to which the longest context is looked for."""
 MOST_PINNED = 8
@@ -91,13 +93,18 @@ class Jobs:
         self._player.forget()
 
     def ask(self, asked: Ask) -> Iterator[Part]:
-        """Yield bounds of what takes long, then figures, the answer, what bounds it, and what else may be chosen."""
+        """Yield bounds of what takes long, then figures, the answer, what bounds it, and what else may be chosen; of
+        what is refused its bounds where one rank does not take long, and choices.
+        """
         setup = setup_of(asked.question, yes=asked.anyway)
         yield {"part": "spelled", **_spelled(asked.question)}
         found = setup.resolved()
         taken = effort_of(found.asked)
         if taken and not asked.anyway and not _is_in_budget(taken):
             yield {"part": "refused", **_refused(found, taken)}
+            if found.workload.scope == "step" and taken.seconds < _LONG_S * found.mesh.size:
+                with suppress(InputError):  # then it says nothing of a rank
+                    yield {"part": "bounded", **_draft(setup, taken)}
             yield from ({"part": "offers", **some} for some in offers(setup, found))
             return
         if taken and taken.seconds > _LONG_S and found.workload.scope == "step":

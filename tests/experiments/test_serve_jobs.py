@@ -153,17 +153,21 @@ def test_jobs_refuse_what_they_do_not_take() -> None:
 
 def test_what_takes_long_is_refused_with_its_estimate() -> None:
     large = {"schedule": "ring", "model": "tiny", "cluster": "hgx-h100", "gpus": 512, "seq": "512K", "layers": 2}
-    said = by_name("ask", question=large)["refused"]["said"]
-    assert "ring of 512 ranks: about" in said
-    assert "beyond the 10 s or 2 GB" in said
+    found = by_name("ask", question=large)
+    assert [*found] == ["spelled", "refused", "bounded"]
+    assert "ring of 512 ranks: about" in found["refused"]["said"]
+    assert "beyond the 10 s or 2 GB" in found["refused"]["said"]
+    assert found["bounded"]["said"].startswith("At least ")
+    assert "bounded" not in by_name("ask", question=large | {"gpus": 2048, "seq": "2M"})
 
 
 @pytest.mark.sweep
 def test_what_is_refused_can_be_asked_for_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     some = {"schedule": "ring", "model": "tiny", "cluster": "hgx-h100", "gpus": 8, "seq": "8K", "layers": 65}
     monkeypatch.setattr("experiments.serve.jobs.BUDGET_S", 0.1)
-    assert [*by_name("ask", question=some)] == ["spelled", "refused"]
-    assert "figures" in by_name("ask", question=some, anyway=True)
+    refused, found = by_name("ask", question=some), by_name("ask", question=some, anyway=True)
+    assert [*refused] == ["spelled", "refused", "bounded"]
+    assert 0 < refused["bounded"]["least_s"] <= found["figures"]["step_time_s"]
     row = by_name("compare", variants=[{"name": "large", "question": some}])["compared"]["table"]["rows"][0]
     assert "beyond the 0.1 s" in json.dumps(row)
 

@@ -100,6 +100,8 @@ function take(one, question) {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Ask anyway" });
     button.onclick = () => ask(state.question, { anyway: true });
     at("progress").replaceChildren(button);
+  } else if (one.part === "bounded") {
+    at("sentence").append(` ${one.said}.`);
   } else if (one.part === "error") {
     wrong(one.error);
     point(one.fields);
