@@ -109,6 +109,11 @@ async def pins(tab: Tab) -> None:
     slower = setup_of(Question(schedule="zigzag", seq="256K", set={"cluster.nvlink.bytes_per_s": "*0.25"})).predicted()
     await tab.until(f"{SENTENCE} === {slower.answer!r}")
     await tab.value("document.getElementById('unslide').click()")
+    # what takes long is refused, with what one rank says
+    await tab.value(typed("gpus", "64"))
+    assert "beyond the 10 s" in await said(tab, "At least ")
+    await tab.value(typed("gpus", ""))
+    await said(tab, "Zigzag takes")
 
 
 async def maps(tab: Tab) -> str:
