@@ -510,7 +510,8 @@ class Schedule:
             else:
                 own = dataclasses.replace(other, inputs=own.inputs, outputs=own.outputs, alike=other.shared)
             found[call.fragment] = own
-        return Program.of_calls(program.rank, [Call(found[of], *places) for of, *places in program.calls])
+        calls = [Call(found[of], given, first, layer) for of, given, first, layer in program.calls]
+        return Program.of_calls(program.rank, calls)
 
     @property
     def programs(self) -> list[Program]:
