@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import secrets
 import socket
 import urllib.parse
+from types import FrameType
 
 from rich.console import Console
 
@@ -62,9 +64,15 @@ def serve(command: Serve, console: Console) -> None:
             application(token, port), log_level="error", access_log=False, ws="none", server_header=False,
             limit_concurrency=_MOST_CONNECTIONS, timeout_keep_alive=30, timeout_graceful_shutdown=2,
         )  # fmt: skip
+
+        class Server(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it cuts short is no error
+                super().handle_exit(sig, frame)
+
         # Uvicorn raises the interrupt again when all is ended. For how long it has served nobody wants to be told.
         with Ticker.hushed(), contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run([listening])
+            Server(config).run([listening])
         console.print("ended")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -53,6 +54,18 @@ def test_a_server_answers_is_flooded_and_answers_on() -> None:
             os.kill(worker, signal.SIGKILL)
         until(lambda: not any(worker in tree(pid) for worker in workers))
         assert "whole" in names(asked(client, url, "ask", 501, question={**TINY, "seq": "32K"}))
+
+
+def test_an_interrupt_ends_what_is_being_answered_without_a_word() -> None:
+    """What is said at the end is looked at by ``served``."""
+    with httpx.Client(timeout=60) as client, contextlib.ExitStack() as held:
+        with served() as (url, _):
+            data = {"client": "test", "order": 1, "payload": {"question": {**LONG, "gpus": 128}, "anyway": True}}
+            response = held.enter_context(client.stream("POST", f"{url}do/ask", json=data))
+            parts = response.iter_raw()
+            assert b"spelled" in next(parts)
+        with pytest.raises(httpx.TransportError):
+            list(parts)  # it was cut short
 
 
 async def flood(url: str) -> list[int]:
