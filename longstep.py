@@ -92,7 +92,9 @@ def __dir__() -> list[str]:
 
 def _drawing() -> Any:
     """Return what draws charts in notebooks; it is imported when the first is shown, as templates take a while."""
-    return importlib.import_module("experiments.pages.notebook").DRAWING
+    from experiments.pages.notebook import DRAWING  # noqa: PLC0415 - see above
+
+    return DRAWING
 
 
 def _require_own_packages() -> None:
