@@ -29,6 +29,9 @@ from topology.specs import ClusterSpec
 
 MOST, FEW = 24, 8
 """Worlds that one play carries, and of a schedule of many ops, each of which takes 32 bytes for every world."""
+SIZES = (FEW, 12, MOST)
+"""How many the player is compiled for; fewer take as long as the next of these. What bounds a step on several nodes
+takes 12."""
 _MANY = 2**19
 
 
@@ -65,12 +68,14 @@ def worlds(simulation: Simulation, changes: Sequence[Change]) -> list[World]:
     folded = simulation.fold
     arrays, stretch = lowered(folded.checked), simulation.noise.stretch(folded, simulation.cost)
     most = MOST if arrays.num_ops <= _MANY else FEW
-    player, found = library(most), []
+    found: list[World] = []
     for at in range(0, len(changes), most):
         some = changes[at : at + most]
+        size = min(size for size in SIZES if size >= len(some))
+        player = library(size)
         costs = _Costs(folded.cluster, simulation.profile, simulation.cost, some)
-        priced = _Priced(arrays, folded.cluster, costs, most)
-        ends = np.zeros((2, most))
+        priced = _Priced(arrays, folded.cluster, costs, size)
+        ends = np.zeros((2, size))
         times, _ = native.run(player, arrays, priced, stretch, ends)
         assert times.ended.max(initial=0.0) == simulation.trace.step_time_s
         found += [World(step_s, bool(turned)) for step_s, turned in ends[:, : len(some)].T.tolist()]

@@ -56,6 +56,17 @@ def test_many_ops_carry_few_worlds_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert worlds(found, changes) == meant
 
 
+@requires_compiler
+@pytest.mark.parametrize("count", [1, FEW, FEW + 1, 12, 13])
+def test_worlds_are_the_same_however_many_a_player_can_carry(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = longstep.predict("usp", model="tiny", cluster="hgx-h100", gpus=8, seq="8K", layers=1).simulation
+    figures = figures_of(found.cluster.spec, found.profile)
+    changes = [Change((figures[number % len(figures)],), 2.0 + number) for number in range(count)]
+    carried = worlds(found, changes)
+    monkeypatch.setattr("sim.engine.worlds.SIZES", (MOST,))
+    assert worlds(found, changes) == carried
+
+
 def test_a_figure_is_scaled_wherever_a_machine_has_it() -> None:
     """The rates of a table fit each other: both ways of PCIe together are never less than one."""
     spec = longstep.cluster("hgx-h100").spec
