@@ -62,7 +62,7 @@ def compiled() -> None:
     with contextlib.suppress(UnavailableError):
         load("derive")
         native.library()
-        for most in (worlds.MOST, worlds.FEW):
+        for most in worlds.SIZES:
             worlds.library(most)
 
 
