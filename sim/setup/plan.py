@@ -101,7 +101,7 @@ def plan(
 
     Raises InputError for an option that no schedule has, and where no configuration can be built.
 
-    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
+    >>> small = Setup("ulysses", model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
     >>> found = plan(small, options={"checkpoint": ["none", "full"]})
     >>> found.best[0]["options"], found.slack
     ('checkpoint none', 0.0)

@@ -15,12 +15,13 @@ from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
 from sim.software.attention import attending
 from tests.experiments.case_files import OWN, one_case
+from tests.helpers import slow_but
 
 LEFT_OUT = '[[alike]]\nof = { }\nleft_out = ["merge"]\n'
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", preset_names(FOLDER))
+@pytest.mark.parametrize("name", slow_but({"nanotron_h100", "fpdt_h100"}, preset_names(FOLDER)))
 def test_every_case_that_ships_can_be_simulated(name: str) -> None:
     file, cases = read_cases(name)
     assert file.source

@@ -247,7 +247,7 @@ def test_a_step_says_what_training_takes(capsys: pytest.CaptureFixture[str]) -> 
     assert "GPU-hours" in printed
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_degrees_losses_and_what_cannot_be_played_stand_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     """USP of one ring is Ulysses, which its degrees say; 28 heads are no multiple of 8."""
     step = ("simulate", "--model", "llama3-8b", "--cluster", "hgx-h100", "--layers", "1", "--seq", "32K")
@@ -331,7 +331,7 @@ def test_every_cluster_plays_rings_and_all_to_alls(capsys: pytest.CaptureFixture
             assert found["step_time_s"] > 0
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_faster_nic_is_never_slower(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the way to it limits then: the measured efficiency is kept."""
     options = (

@@ -172,7 +172,7 @@ def test_what_is_refused_can_be_asked_for_anyway(monkeypatch: pytest.MonkeyPatch
     assert "beyond the 0.1 s" in json.dumps(row)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_what_one_rank_says_comes_first_where_all_take_long() -> None:
     some = {"schedule": "ring", "model": "tiny", "cluster": "hgx-h100", "gpus": 64, "seq": "64K", "layers": 1}
     found = by_name("ask", question=some | {"jitter": 0.0})

@@ -107,6 +107,7 @@ def test_a_newer_question_pushes_out_an_older_one() -> None:
         assert memory_mb(pid) < 400
 
 
+@pytest.mark.slow
 def test_what_is_asked_anyway_is_done_by_another_worker() -> None:
     with served() as (url, pid), httpx.Client(timeout=60) as client:
         until(lambda: len(tree(pid)) == 2)

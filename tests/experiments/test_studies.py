@@ -97,7 +97,7 @@ def test_a_study_prints_its_conclusion_and_writes_its_page(capsys: pytest.Captur
     assert len(re.findall(r'<g class="hue-\d" data-row', svg.read_text())) == 24
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_study_writes_its_section_of_the_page_anew(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """All else stays as it is; a page without its section is refused before anything runs, as is a study on which
     claims of the page rest.

@@ -180,6 +180,7 @@ def test_no_schedule_breaks_out() -> None:
     ElementTree.fromstring(figure(evil))
 
 
+@pytest.mark.slow
 def test_schedules_have_colours_of_their_own() -> None:
     """Whichever they are: by the order of the catalog, the user's own last."""
     read = Read(page(make_sweep(("my.py:build", "ulysses", "another", "ring"))))

@@ -138,7 +138,7 @@ def test_balance_of_other_masks(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "allowed are causal, full, window:TOKENS" in fails(capsys, "balance", "--mask", "lamda:64:256")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_balance_draws_the_same_batch_from_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ("balance", "--documents", "magi", "--seq", "16K", "--planners", "zigzag", "--json")
     first, again, other = (json.loads(run(capsys, *drawn, "--seed", seed))["documents"] for seed in ("1", "1", "2"))
@@ -310,11 +310,15 @@ def test_the_doctor_refuses_what_is_no_measurement(
     assert message in fails(capsys, "doctor", *H100, *typed)
 
 
-@pytest.mark.sweep
+PLANNED = (
+    "plan", "--model", "tiny", "--gpus", "2", "--schedule", "ulysses", "--layers", "2", "--ulysses-degree", "2"
+)  # fmt: skip
+
+
+@pytest.mark.slow
 def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) -> None:
-    """The longest context, the fewest GPUs, the cheapest cluster; one question at a time, with what it needs."""
-    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "4K", "--schedule", "ulysses", "--layers", "2")
-    small = (*small, "--ulysses-degree", "2")
+    """The longest context, the fewest GPUs, the cheapest cluster."""
+    small = (*PLANNED, "--seq", "4K")
     for kept in ("checkpoint=full", "mlp=whole", "activations=hbm", "optimiser=gpu"):
         small = (*small, "--vary", kept)
     ended = "The longest context is at least 8K, 8192 tokens, with ulysses (U 2), "
@@ -331,6 +335,10 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
     lost = {row["degrees"]: row["why"] for row in json.loads(run(capsys, *small, *prices, "--json"))["lost"]}
     assert lost["U 2, 2 x dgx-a100"] == "the cheapest"
     assert "dearer" in lost["U 2, 2 x hgx-h100"]
+
+
+def test_plan_answers_one_question_with_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    small = (*PLANNED, "--seq", "4K")
     assert "--counts x: expected whole numbers" in fails(capsys, *small, "--fewest-gpus", "--counts", "2,x")
     assert "--counts 2: for --fewest-gpus" in fails(capsys, *small, "--counts", "2")
     assert "--cheapest needs the price" in fails(capsys, *small, "--cheapest")
@@ -341,7 +349,7 @@ def test_plan_answers_the_other_way_round(capsys: pytest.CaptureFixture[str]) ->
     assert "several clusters are for" in fails(capsys, *small, "--price", "a=1,b=2")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_search_that_was_cut_says_so_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,15 +387,18 @@ def cut(run_search: Callable[..., None]) -> Callable[..., None]:
     return some
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_plan_decides_every_tensor_within_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "64K", "--schedule", "ulysses", "--layers", "2")
-    small = (*small, "--ulysses-degree", "2")
+    small = (*PLANNED, "--seq", "64K")
     for kept in ("mlp=whole", "optimiser=gpu"):
         small = (*small, "--vary", kept)
     found = json.loads(run(capsys, *small, "--memory-budget", "70GiB", "--tensors", "x,out", "--most", "1", "--json"))
     assert found["best"][0]["options"].startswith("x keep, out keep")
     assert found["configurations"] == 2 * 3
+
+
+def test_plan_refuses_what_is_no_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    small = (*PLANNED, "--seq", "64K")
     assert "--memory-budget lots: expected a size" in fails(capsys, *small, "--memory-budget", "lots")
     assert "at most what a GPU has" in fails(capsys, *small, "--memory-budget", "100GiB")
     assert "unknown tensor 'gates' (did you mean 'gate'?)" in fails(capsys, *small, "--tensors", "gates")

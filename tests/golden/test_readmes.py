@@ -18,6 +18,7 @@ from typing import get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
+from _pytest.mark import ParameterSet
 
 import longstep
 from experiments.evidence.cases import read_cases
@@ -38,6 +39,12 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 PYTHON = [pair for pair in zip(BLOCKS, [*BLOCKS[1:], None], strict=True) if pair[0].language == "python"]
 
 
+def _by_cost(block: Block, after: Block | None) -> ParameterSet:
+    """Return a block with the mark of what it takes: where software is listed every preset is asked."""
+    many = "software_names()" in block.text
+    return pytest.param(block, after, id=block.name, marks=[pytest.mark.slow] if many else [])
+
+
 def in_python(*arguments: str, folder: Path) -> str:
     """Return what a program prints that starts in a folder, with the packages of this checkout."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder / "data")}
@@ -46,7 +53,7 @@ def in_python(*arguments: str, folder: Path) -> str:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("block", "after"), PYTHON, ids=[block.name for block, _ in PYTHON])
+@pytest.mark.parametrize(("block", "after"), [_by_cost(*pair) for pair in PYTHON])
 def test_python_prints_what_stands_behind_it(block: Block, after: Block | None, tmp_path: Path) -> None:
     if after is not None and after.language == "text" and after.follows and after.page == block.page:
         assert in_python("-c", block.text, folder=tmp_path) == after.text

@@ -154,13 +154,13 @@ def test_steps_with_adapters(ranks: Callable[[int], Session], modules: str) -> N
     step_equals_the_reference(ranks(2), make_step("ulysses", 2, step(model=model), modules=modules))
 
 
-@pytest.mark.parametrize("place", ["host", "host-states"])
+@pytest.mark.parametrize("place", slow_but({"host"}, ["host", "host-states"]))
 def test_steps_with_weights_on_the_host(ranks: Callable[[int], Session], place: str) -> None:
     options = {"optimiser": "host", "weights": place, "micro_batches": 2}
     step_equals_the_reference(ranks(2), make_step("ulysses", 2, step(batch=2), **options))
 
 
-@pytest.mark.parametrize("pipeline", ["ideal", "published"])
+@pytest.mark.parametrize("pipeline", slow_but({"published"}, ["ideal", "published"]))
 def test_steps_in_chunks(ranks: Callable[[int], Session], pipeline: str) -> None:
     """Four chunks that wait on the host, as do inputs of layers, copied by threads of their own."""
     options = {"pipeline": pipeline, "activations": "host", "loss": "chunked"}

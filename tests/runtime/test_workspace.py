@@ -226,7 +226,7 @@ def test_kernels_that_repeat_keys_are_named() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", slow_but({"bf16"}, ["bf16", "fp32"]))
 def test_kernels_of_a_step_hold_what_is_said(dtype: Dtype) -> None:
     """To the byte: embedding, loss in blocks of rows and of all at once, packing and the optimiser, adapters, too."""
     plain = make_model(8, 4, head_dim=64)

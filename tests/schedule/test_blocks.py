@@ -182,7 +182,7 @@ def test_a_window_is_the_shorter_one() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("feature", ["norms of heads", "norms around", "norms behind attention and MLP"])
-@pytest.mark.parametrize("mlp", ["whole", "tiled"])
+@pytest.mark.parametrize("mlp", slow_but({"whole"}, ["whole", "tiled"]))
 def test_every_list_of_what_is_kept(feature: str, mlp: str) -> None:
     """Of each tensor that a layer can keep alone, and of all but each."""
     workload = of(feature, layers=1)

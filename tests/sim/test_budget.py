@@ -45,7 +45,7 @@ def require_same_as_by_trying(setup: Setup, groups: list[str], shares: list[floa
     assert "GiB more of" in nothing.shortage
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_plans_within_budgets_are_those_of_trying_every_way() -> None:
     """Of two layers of zigzag on two GPUs, where each tensor is decided by itself."""
     setup = SMALL.replace(schedule="zigzag", gpus=2, ring_degree=2, layers=2, seq="64K")

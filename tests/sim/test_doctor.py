@@ -44,7 +44,7 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
     ("said", "ran", "name", "verdict"),
     [
         (ATTENTION, {"schedule": "ring"}, "contiguous", "too slow"),
-        (ATTENTION, {"mask": "full"}, "full-mask", "too slow"),
+        pytest.param(ATTENTION, {"mask": "full"}, "full-mask", "too slow", marks=pytest.mark.slow),
         pytest.param(
             ATTENTION.replace(mask="full"), {"mask": "causal"}, "causal-mask", "impossible", marks=pytest.mark.slow
         ),
@@ -73,11 +73,12 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
             marks=pytest.mark.slow,
         ),
         (STEP, {"set": {"cluster.gpu[3].speed": 0.4}}, "slow-rank", "too slow"),
-        (
+        pytest.param(
             STEP.replace(seq="32K", set={"schedule.optimiser": "host"}),
             {"set": {"software.host_optimiser": "torch"}},
             "torch-on-host",
             "too slow",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -105,7 +106,7 @@ def test_memory_alone_says_nothing_of_what_does_not_move_it(monkeypatch: pytest.
     assert all(abs(cause.peak_hbm_bytes / found.peak_hbm_bytes - 1) > 1e-3 for cause in found.causes)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_two_faults_at_once_are_tried_where_none_alone_explains_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention within packed documents, which is faster, and weights that are not sharded, which take more memory."""
     few = ("documents-4", "documents-16", "zero-0", "zero-1", "full-mask", "not-checkpointed")
@@ -118,7 +119,7 @@ def test_two_faults_at_once_are_tried_where_none_alone_explains_a_run(monkeypatc
     assert all(" and " in name for name in names), "one alone explains more with less"
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_links_are_not_slower_than_what_is_left_of_them_can_be() -> None:
     """NVLink at 1/173 of its rate is none; at a fifteenth it has lost most of its links."""
     named = {}
@@ -130,7 +131,7 @@ def test_links_are_not_slower_than_what_is_left_of_them_can_be() -> None:
     assert "thin-nvlink" not in named[173]
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_slower_attention_kernels_are_a_hypothesis() -> None:
     """By the seconds of a step, which a kernel of the generation before explains by a factor."""
     alone = ATTENTION.predicted()
@@ -168,7 +169,7 @@ def test_a_cause_is_found_by_memory_alone_where_its_time_is_within_what_is_known
     assert "full-mask" in [cause.name for cause in found.consistent]
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_times_of_ranks_tell_apart_what_the_step_time_cannot() -> None:
     """A slow rank and slow GPUs take the same step; the seconds of each rank's kernels say which it is."""
     slow = ATTENTION.replace(set={"cluster.gpu[3].speed": 0.4})
@@ -208,7 +209,7 @@ def test_figures_that_contradict_each_other_are_said_with_the_way_of_counting_th
     assert longstep.doctor(ATTENTION, fine).findings == []
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_memory_that_did_not_move_between_degrees() -> None:
     """Of 8 GPUs each has half the activations of 4; a run whose memory stays has them whole."""
     more = STEP.replace(gpus=8)

@@ -83,7 +83,7 @@ def plain() -> Explanation:
     return small()
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_many_micro_batches_take_what_all_of_them_do(plain: Explanation) -> None:
     predicted = plain.setup.predicted()
     assert plain.setup.resolved().options.micro_batches == 8
@@ -119,6 +119,11 @@ def test_what_was_measured_is_as_expected_or_what_it_is(plain: Explanation) -> N
     slow = small(f"{30 * step_s}s/it")
     assert "is 30 times as long as predicted: no single change of it would take that" in slow.answer
     assert f"longstep doctor --from {TORCHTITAN} --step-time" in slow.answer
+
+
+@pytest.mark.slow
+def test_what_else_was_measured_is_told_by_what_it_would_be(plain: Explanation) -> None:
+    step_s, held = plain.step_time_s, plain.memory.gpu.held_bytes / 2**30
     assert "is 0.01 times as long as predicted, and impossible: " in small(f"{step_s / 100}s/it").answer
     assert "as expected of one of its 8 micro-batches" in small(f"{step_s / 8}s/it").answer
     assert "GiB more than expected" in small(f"{held + 40}GiB").answer
@@ -129,7 +134,7 @@ def test_what_was_measured_is_as_expected_or_what_it_is(plain: Explanation) -> N
     assert small(f"{8 / step_s} samples/s").measured_s == pytest.approx(step_s)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_change_that_would_take_what_was_measured_is_named() -> None:
     given = {**SMALL, "model": "llama3-8b", "seq": "32K"}
     plain = longstep.explain(TORCHTITAN, **given)

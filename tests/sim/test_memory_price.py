@@ -85,7 +85,7 @@ def test_prices_of_random_steps(seed: int) -> None:
     require_prices(step.replace(set={key: int(size) for key, size in sizes.items()}))
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_plan_with_so_much_more_memory_takes_what_was_said() -> None:
     """And with a MiB less it takes longer; of groups of tensors as of options."""
     step = SMALL.replace(

@@ -90,7 +90,7 @@ def test_many_plans_are_those_of_trying_everything(seed: int) -> None:
     require_same_as_by_trying(seed)
 
 
-@pytest.mark.parametrize("global_batch", [4, "64K"])
+@pytest.mark.parametrize("global_batch", [4, pytest.param("64K", marks=pytest.mark.slow)])
 def test_a_plan_keeps_the_global_batch(global_batch: int | str) -> None:
     """Replicas share it, in micro-batches of one sequence: all numbers of these are tried, of which bounds play few."""
     setup = SMALL.replace(schedule="ulysses", gpus=2, layers=1, global_batch=global_batch)
@@ -119,7 +119,12 @@ def test_a_global_batch_that_no_replicas_share_is_refused() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "options", [{}, {"activations": "host", "optimiser": "host", "mlp": "tiled"}, {"sync": "last"}]
+    "options",
+    [
+        {},
+        pytest.param({"activations": "host", "optimiser": "host", "mlp": "tiled"}, marks=pytest.mark.slow),
+        pytest.param({"sync": "last"}, marks=pytest.mark.slow),
+    ],
 )
 def test_further_micro_batches_add_what_the_last_one_did(options: dict[str, str]) -> None:
     """Of a step of six the seconds, the bounds and the memory are what those of two and three say."""
@@ -174,6 +179,7 @@ def test_no_bound_is_above_a_simulation() -> None:
     assert require_bounds(SMALL.replace(gpus=2, schedule="zigzag", ring_degree=2), few) >= 6
 
 
+@pytest.mark.slow
 def test_tiles_of_an_mlp_may_be_the_faster_ones() -> None:
     """As they are on A100 at 4K tokens, where products of all tokens have a lower measured rate."""
     step = SMALL.replace(cluster="dgx-a100", schedule="balanced-ring", gpus=2, ring_degree=2, seq="4K")
@@ -235,7 +241,7 @@ def test_where_nothing_fits_the_smallest_shortage_is_told() -> None:
     assert len(longstep.plan(more, options={"checkpoint": ["full"]}).best) == 1
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_what_would_make_it_fit_does() -> None:
     """Each alone: an option that is not varied, more GPUs, a shorter sequence; where nothing would there is none."""
     tight = SMALL.replace(
@@ -287,7 +293,7 @@ def test_what_takes_the_same_stands_in_the_order_of_its_values() -> None:
         assert search.best == played_ones
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_an_interrupted_plan_has_the_best_so_far() -> None:
     """Ctrl-C at the first result: what is known is the answer, and says what it may miss."""
 
@@ -355,7 +361,7 @@ def test_a_schedule_that_is_named_has_all_of_its_degrees(schedule: str | None, d
     assert sum(mesh.dp == 4 for mesh in meshes) == 1
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_ring_of_one_in_replicas_is_the_fastest_over_pcie() -> None:
     """Where links are slow and a sequence is short."""
     setup = Setup("ring", model="llama3.2-3b", cluster="l20-pcie", gpus=4, seq="8K", layers=2)

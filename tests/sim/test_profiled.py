@@ -149,7 +149,7 @@ def test_the_doctor_takes_step_and_ranks_from_traces(tmp_path: Path) -> None:
     assert "rank 1 runs kernels" in "\n".join(found.findings)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_kinds_tell_apart_what_times_cannot(tmp_path: Path) -> None:
     """A full mask doubles the pairs: attention alone is off; slow GPUs slow down copies and sums, too."""
     full = SETUP.replace(mask="full", scope="layer").predicted()

@@ -75,7 +75,7 @@ def test_answers_are_those_of_trying_everything(seed: int) -> None:
     require_same_as_by_trying(seed)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_longest_context_is_the_last_length_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one configuration: at the next of 128 lengths in an octave it does not. Bounds of memory
     are exact, so that it is simulated at that length only.
@@ -140,7 +140,7 @@ def test_a_part_of_a_socket_has_a_part_of_its_memory() -> None:
         assert socket.dram.capacity_bytes == share * whole.dram.capacity_bytes
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_what_no_one_would_run_is_said_to_be_that() -> None:
     """More than half of a socket's memory pinned."""
     on_host = SMALL.replace(schedule="ulysses", gpus=2, ulysses_degree=2, set={"schedule.optimiser": "host"})
