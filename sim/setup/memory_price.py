@@ -66,7 +66,7 @@ def memory_prices(
     bought. Raises InputError below the scope of a step, on one device, and where no way can be built.
 
     >>> small = Setup("ulysses", model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
-    >>> found = memory_prices(small, options={"checkpoint": ["full"]})
+    >>> found = memory_prices(small, options={"optimiser": ["gpu", "host"]})
     >>> [(row["memory"], row["elasticity"], row["more_bytes"]) for row in found]
     [('GPU', 0.0, None), ('host', 0.0, None)]
     """

@@ -69,7 +69,7 @@ def llama(model: str, **fields: Any) -> Checked:
     return Setup(model=model, **(common | fields)).resolved().checked()
 
 
-@pytest.mark.parametrize("stack", slow_but({"upipe"}, ["fsdp", "unsloth", "upipe", "5m"]))
+@pytest.mark.parametrize("stack", slow_but({"5m"}, ["fsdp", "unsloth", "untied-ulysses", "5m"]))
 def test_steps_are_issued(stack: str) -> None:
     """With offload, loss and MLP in tiles, and the optimiser on the host."""
     is_issued(llama("tiny", schedule="ulysses", gpus=2, seq="1K", layers=2, stack=stack), Cudnn())
