@@ -26,7 +26,7 @@ from sim.schedule.model.equations import Equation
 from sim.schedule.model.layer import LayerWriter, gemm_flops
 from sim.schedule.model.params import Params, Replicated
 from sim.schedule.model.saving import Keep, Saving
-from sim.schedule.model.scope import Unit
+from sim.schedule.model.scope import Unit, units
 from sim.schedule.model.tiling import Tiling, whole
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.proof.check import check
@@ -149,7 +149,7 @@ def add_tile(equation: Equation, tile: TokenWriter, sums: Values) -> None:
 class Techniques(NamedTuple):
     """One way to write layers."""
 
-    params: Callable[[ProgramBuilder], Params] = lambda b: Replicated(b, (EVERYONE,))
+    params: Callable[[ProgramBuilder], Params] = lambda b: Replicated(b, (EVERYONE,), units(b.workload))
     saving: Callable[[ProgramBuilder, Tokens], Saving] = lambda _b, _tokens: Keep()
     tiling: Tiling = whole
 

@@ -36,8 +36,6 @@ from sim.schedule.model.scope import (
     LAYER,
     ROOT,
     Unit,
-    ends_of,
-    layers_of,
     num_merged,
     together,
     trained,
@@ -60,6 +58,8 @@ class Shards(NamedTuple):
     """The same ranks: sums gradients. The same communicator, or one with a stream of its own."""
     across: Communicator | None = None
     """Those that have the same shards in all replicas, where each replica has shards of all."""
+    norm: Communicator | None = None
+    """Sums squares of gradients: all that own different ones, of shards or of stages of a model."""
 
     @property
     def declared(self) -> tuple[Communicator, ...]:
@@ -76,9 +76,10 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
     weights, gradients = (Communicator(name=name, groups=within) for name in ("weights", "gradients"))
     shared = gathers and options.weight_communicators == "one"
     return Shards(
-        weights if several and gathers else None,
-        (weights if shared else gradients) if several else None,
-        Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
+        within=weights if several and gathers else None,
+        gradients=(weights if shared else gradients) if several else None,
+        across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
+        norm=weights if several and gathers and options.reduce_to == "owner" else None,
     )
 
 
@@ -196,8 +197,12 @@ class Flat:
     gathered, what a rank owns of it is copied to the GPU before, as far ahead, and sent from there.
     """
 
-    def __init__(self, b: ProgramBuilder, shards: Shards, options: LayerOptions, owner: int) -> None:
-        """``owner`` is the rank that the program is for, ``b.rank`` the one in its place in the first replica."""
+    def __init__(
+        self, b: ProgramBuilder, shards: Shards, options: LayerOptions, owner: int, own: tuple[Unit, ...]
+    ) -> None:
+        """``owner`` is the rank that the program is for, ``b.rank`` the one in its place in the first replica; its
+        stage of the model has the units ``own``, in the order of ``units``.
+        """
         self._b, self._stage, self._shards, self._options = b, options.zero_stage, shards, options
         self._owner = owner
         self._on_host = options.optimiser == "host"
@@ -208,14 +213,14 @@ class Flat:
                 f"`set` schedule.weights={options.weights} with schedule.optimiser=gpu: the optimiser's own weights on "
                 f"the GPU are those that are gathered; set schedule.optimiser=host"
             )
-        self._units, self._trained = units(b.workload), trained(b.workload)
+        self._units, self._trained = own, [unit for unit in own if not unit.frozen]
         kept = self._units if self._stage == 3 else self._trained
         self._kept = {unit: b.call(f"{unit.name} state", unit.layer, partial(self._keep, unit)) for unit in kept}
         self._weights: dict[Unit, Values] = {}
         if self._stage < 3:
             whole = {unit: partial(self._whole, unit) for unit in self._units}
             self._weights = {unit: b.call(unit.name, unit.layer, made) for unit, made in whole.items()}
-        self._ahead = min(options.prefetch, b.workload.layers)
+        self._ahead = min(options.prefetch, len(self._layers))
         """Layers that are gathered ahead: more would need the buffers of layers that are in use."""
         self._pools: dict[str, _Pool] = defaultdict(_Pool)
         self._sets: list[tuple[View, Values]] = []
@@ -234,7 +239,8 @@ class Flat:
         """Of what squares are summed up."""
         self._to_all = options.reduce_to == "all"
         """Whether a rank gets more of a sum than it owns."""
-        self._passes_left = options.micro_batches
+        self._to_come = dict.fromkeys(self._trained, options.micro_batches)
+        """Of how many micro-batches a unit still lacks gradients."""
         at_once = options.sync == "last"
         self._sums_late = not at_once and (self._stage == 1 or (self._stage == 0 and options.micro_batches > 1))
         """Whether gradients are summed over ranks when all units have theirs."""
@@ -247,6 +253,11 @@ class Flat:
         if options.accumulate == "in-place":
             zeros = {unit: partial(self._zeros, unit) for unit in self._trained}
             self._in_place = {unit: b.call(f"zero {unit.name}", unit.layer, made) for unit, made in zeros.items()}
+
+    @property
+    def _layers(self) -> list[Unit]:
+        """Those of layers, without adapters."""
+        return [unit for unit in self._units if unit.name == LAYER]
 
     @property
     def _num_parts(self) -> int:
@@ -312,7 +323,7 @@ class Flat:
 
     def _gathered_weights(self, unit: Unit) -> Values:
         """Append what brings the weights of a unit here, and sends those of the next ones; return them."""
-        ahead_of_it = self._ahead * len(together(layers_of(self._b.workload)[0], self._b.workload.model))
+        ahead_of_it = self._ahead * len(together(self._layers[0], self._b.workload.model))
         for ahead in self._order[self._begun : self._gathered + 1 + ahead_of_it]:
             self._sets.append(self._begin(ahead))
             self._begun += 1
@@ -329,10 +340,10 @@ class Flat:
         """In which order a pass gathers: weights of both ends once, those of layers for backward again. A unit of both
         ends stands where the head is needed, too, and is there already.
         """
-        workload = self._b.workload
-        layers, (first, last) = layers_of(workload), ends_of(workload)
-        passed = (first, *layers, last, *(reversed(layers) if workload.backward else ()))
-        return tuple([one for unit in passed for one in together(unit, workload.model)])
+        there = [unit for unit in self._units if unit.name != ADAPTERS]
+        again = [unit for unit in there if unit.name == ROOT.name]
+        passed = (*there, *again, *reversed(self._layers))
+        return tuple([one for unit in passed for one in together(unit, self._b.workload.model)])
 
     def _begin(self, unit: Unit) -> tuple[View, Values]:
         """Append what sends a unit's weights; return where they arrive, and where they are to be."""
@@ -412,7 +423,7 @@ class Flat:
         """Return the same of a unit that is trained."""
         if self._in_place:
             flat = self._in_place[unit]
-            if not self._options.bucket_mb or self._passes_left > 1:
+            if not self._options.bucket_mb or self._to_come[unit] > 1:
                 return (flat,)
             made = self._b.buffer(f"buckets of {unit.name}", "i", flat.shape, self._b.workload.dtype, "communication")
             self._filled.append(made)
@@ -463,7 +474,7 @@ class Flat:
 
     def _sum(self, unit: Unit, flat: View) -> View:
         """Append what sums a gradient over all ranks; return what this rank owns of it."""
-        b, (_, gradients, across) = self._b, self._shards
+        b, gradients, across = self._b, self._shards.gradients, self._shards.across
         own = flat
         if gradients and self._stage and not self._to_all:
             own, sends = b.new(self._gradient(unit), self._each(unit.flat)), Split(flat, 0, self._num_parts)
@@ -499,9 +510,10 @@ class Flat:
         if not learns:
             return
         unit, (gradient,) = learns, reduced
+        self._to_come[unit] -= 1
         if self._adds_whole:
             self._take(unit, gradient)
-            if self._passes_left > 1:
+            if self._to_come[unit]:
                 return
             whole = self._summed[unit]
             gradient = self._b.call(f"reduce {unit.name}", unit.layer, partial(self._sum, unit), whole)
@@ -518,7 +530,7 @@ class Flat:
                 self._summed[unit] = gradient
             else:
                 self._take(unit, gradient)
-            if self._passes_left == 1 and not self._sums_late:
+            if not (self._to_come[unit] or self._sums_late):
                 self._finish(unit)
 
     def _take(self, unit: Unit, gradient: View) -> None:
@@ -565,24 +577,30 @@ class Flat:
         self._both_ends.clear()
         self._begun = self._gathered = 0
         self._packed.clear()
-        self._passes_left -= 1
         sums = [one.name for one in (self._shards.gradients, self._shards.across) if one]
-        if self._passes_left and sums and not (self._sums_late or self._adds_whole):
+        if any(self._to_come.values()) and sums and not (self._sums_late or self._adds_whole):
             self._b.add(HostSync(label="wait for sums", streams=tuple(sums)))
 
     @cached_property
     def _squares(self) -> View:
-        return self._b.buffer("squares of gradients", "i", (len(self._trained),), self._b.sum_dtype, "optimiser")
+        """A place for each unit of the model; zero for those of other stages, until all stages' are summed."""
+        count = len(trained(self._b.workload))
+        squares = self._b.buffer("squares of gradients", "i", (count,), self._b.sum_dtype, "optimiser")
+        if count > len(self._trained):
+            self._b.add(Zero(label="norm of other stages", into=squares))
+        return squares
 
     def _square(self, unit: Unit) -> None:
-        """Append the sum of squares of what this rank owns of a gradient, or of all of it where it has that."""
-        number = list(self._summed).index(unit)
+        """Append the sum of squares of what this rank owns of a gradient, or of all of it where it has that; in the
+        order in which a backward pass makes them.
+        """
+        number = trained(self._b.workload)[::-1].index(unit)
         square = self._squares[number : number + 1]
         self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=self._squared[unit], square=square))
 
     def update(self) -> None:
         """See Params."""
-        b, within = self._b, self._shards.within
+        b = self._b
         if self._sums_late:
             self._summed = {
                 unit: b.call(f"reduce {unit.name}", unit.layer, partial(self._sum, unit), flat)
@@ -594,8 +612,8 @@ class Flat:
             for unit in self._summed:
                 self._square(unit)
         squares = self._squares
-        if within and not self._to_all:
-            b.add(AllReduce(label="norm of gradients", communicator=within.name, view=squares))
+        if norm := self._shards.norm:
+            b.add(AllReduce(label="norm of gradients", communicator=norm.name, view=squares))
         if self._on_host:
             squares = b.elsewhere(squares, "host")
             b.host_copy(self._squares, squares, "norm to the host")

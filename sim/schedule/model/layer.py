@@ -32,7 +32,7 @@ from sim.schedule.model.outside import Loss, Outside, Ports
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.projections import Projections, made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, Saving, saving
-from sim.schedule.model.scope import Unit, layers_of
+from sim.schedule.model.scope import Unit, layers_of, units
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole, write_all
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.write.attention import (
@@ -152,7 +152,7 @@ def build_around(
             b.workload = workload.of_layer(0)
             return attention_program(b, plan.shard(role), plan.attention)
         tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
-        params = Flat(b, shards, options, rank) if step else Replicated(b, gradients)
+        params = Flat(b, shards, options, rank, units(workload)) if step else Replicated(b, gradients, units(workload))
         techniques = (options.loss, options.micro_batches) if step else ("whole", 1)
         kinds = []
         for number, ((one, _), its) in enumerate(zip(workload.kinds(), (block, *others), strict=True)):

@@ -10,7 +10,7 @@ from sim.schedule.ir.ops import AllReduce
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
-from sim.schedule.model.scope import Unit, together, trained, units
+from sim.schedule.model.scope import Unit, together, trained
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import DTYPE_BYTES, Workload
@@ -55,9 +55,10 @@ class Params(Protocol):
 class Replicated:
     """Every rank has every weight; each gradient is summed by an all-reduce of its own, once it is there, and left."""
 
-    def __init__(self, b: ProgramBuilder, over: tuple[Communicator, ...]) -> None:
+    def __init__(self, b: ProgramBuilder, over: tuple[Communicator, ...], own: tuple[Unit, ...]) -> None:
+        """``own`` are the units that a rank has: those of its stage of the model."""
         self._b, self._over = b, over
-        self._weights = {unit: b.call(unit.name, unit.layer, partial(self._of, unit)) for unit in units(b.workload)}
+        self._weights = {unit: b.call(unit.name, unit.layer, partial(self._of, unit)) for unit in own}
 
     def _of(self, unit: Unit) -> Values:
         b = self._b
