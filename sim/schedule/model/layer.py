@@ -28,7 +28,7 @@ from sim.schedule.model.checkpoint import Checkpoint, checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Around, Block, Equation, back
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, rows_later, shards_of
-from sim.schedule.model.outside import Loss, Outside, Ports
+from sim.schedule.model.outside import Embedding, Entry, Exit, FromOutside, Loss, ToOutside
 from sim.schedule.model.params import Params, Reduced, Replicated, Room
 from sim.schedule.model.projections import Projections, made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, Saving, saving
@@ -218,19 +218,22 @@ class LayerWriter(NamedTuple):
     def _passes(self) -> None:
         """Append both passes over one micro-batch."""
         b, layers = self.b, layers_of(self.b.workload)
-        ends: Outside = Ports(b, self.tokens, self.block.x)
+        entry: Entry
+        exit_: Exit
+        entry, exit_ = FromOutside(b, self.tokens, self.block.x), ToOutside(b, self.tokens, self.block.x)
         if b.workload.scope == "step":
-            ends = Loss(b, self.tokens, self.params, self.tiling, self.loss, self.modules)
-        view = ends.enter()
+            exit_ = head = Loss(b, self.tokens, self.params, self.tiling, self.loss, self.modules)
+            entry = Embedding(b, self.tokens, self.params, self.tiling, head)
+        view = entry.forward()
         for unit in layers:
             view = self._of_kind(unit, LayerWriter._forward, view)
-        ends.leave(view)
+        exit_.forward(view)
         if b.workload.backward:
             b.part = "backward"
-            view = ends.enter_backward()
+            view = exit_.backward()
             for unit in reversed(layers):
                 view = self._of_kind(unit, LayerWriter._backward, view)
-            ends.leave_backward(view)
+            entry.backward(view)
             self.params.end_pass()
 
     def _of_kind(self, unit: Unit, write: Callable[[LayerWriter, Unit, View], View], view: View) -> View:

@@ -33,48 +33,60 @@ from sim.schedule.write.builder import ProgramBuilder
 from sim.workload import Dtype, ModelSpec
 
 
-class Outside(Protocol):
-    """What stands before the first layer of one rank, and behind the last."""
+class Entry(Protocol):
+    """What stands before the first of some layers, for one micro-batch."""
 
-    def enter(self) -> View:
+    def forward(self) -> View:
         """Append what gives the first layer its input; return that."""
         ...
 
-    def leave(self, last: View) -> None:
-        """Append what becomes of the output of the last layer."""
-        ...
-
-    def enter_backward(self) -> View:
-        """Append what gives the gradient of the output of the last layer; return that."""
-        ...
-
-    def leave_backward(self, first: View) -> None:
+    def backward(self, first: View, /) -> None:
         """Append what becomes of the gradient of the first layer's input."""
         ...
 
 
-class Ports(NamedTuple):
-    """Activations and their gradients come from outside, and are left there."""
+class Exit(Protocol):
+    """What stands behind the last of some layers, for one micro-batch."""
+
+    def forward(self, last: View, /) -> None:
+        """Append what becomes of the output of the last layer."""
+        ...
+
+    def backward(self) -> View:
+        """Append what gives the gradient of the output of the last layer; return that."""
+        ...
+
+
+class FromOutside(NamedTuple):
+    """Activations come from outside, and their gradients are left there."""
 
     b: ProgramBuilder
     tokens: Tokens
     x: Tensor
 
-    def enter(self) -> View:
-        """See Outside."""
+    def forward(self) -> View:
+        """See Entry."""
         return self.b.input_of(self.x, self.tokens)
 
-    def leave(self, last: View) -> None:
-        """See Outside."""
+    def backward(self, first: View, /) -> None:
+        """See Entry."""
+        self.b.output_of(d(self.x), self.tokens, first)
+
+
+class ToOutside(NamedTuple):
+    """Activations are left outside, and their gradients come from there."""
+
+    b: ProgramBuilder
+    tokens: Tokens
+    x: Tensor
+
+    def forward(self, last: View, /) -> None:
+        """See Exit."""
         self.b.output_of(self.x.later(self.b.workload.layers), self.tokens, last)
 
-    def enter_backward(self) -> View:
-        """See Outside."""
+    def backward(self) -> View:
+        """See Exit."""
         return self.b.input_of(d(self.x).later(self.b.workload.layers), self.tokens)
-
-    def leave_backward(self, first: View) -> None:
-        """See Outside."""
-        self.b.output_of(d(self.x), self.tokens, first)
 
 
 def chunk_of_loss(tokens: int, model: ModelSpec) -> int:
@@ -85,12 +97,20 @@ def chunk_of_loss(tokens: int, model: ModelSpec) -> int:
     return 1 << (least - 1).bit_length()
 
 
-class Loss:
-    """Token ids are embedded; final norm, LM head and cross-entropy make a loss of each token, left as an output.
+class _End:
+    """What both ends of a training step have."""
 
-    Where the embedding is the head, too, its weights are gathered once, for both, and its gradients of both ends are
-    added up, as torch's autograd adds them up, before they are handed on.
-    """
+    def __init__(self, b: ProgramBuilder, tokens: Tokens, params: Params, tiling: Tiling) -> None:
+        self._b, self._tokens, self._params, self._tiling = b, tokens, params, tiling
+
+    def _written(self, equations: tuple[Equation, ...], layer: int, values: Values) -> Values:
+        """Append equations; return all values that are there then."""
+        write_all(equations, TokenWriter(self._b, layer, self._tokens, values), self._params, self._tiling)
+        return values
+
+
+class Loss(_End):
+    """Final norm, LM head and cross-entropy make a loss of each token, left as an output."""
 
     def __init__(
         self,
@@ -101,39 +121,27 @@ class Loss:
         form: LossName,
         modules: ModulesName = "fused",
     ) -> None:
-        self._b, self._tokens, (self._first, self._last) = b, tokens, ends_of(b.workload)
+        super().__init__(b, tokens, params, tiling)
+        first, self._unit = ends_of(b.workload)
+        self._is_embedding = first == self._unit
         self._head, self._layers = head_of(b.workload.model, modules), b.workload.layers
-        self._embedding = embedding_of(b.workload.model)
-        self._params, self._tiling, self._chunked = params, tiling, form == "chunked"
+        self._chunked = form == "chunked"
         self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
         self._scored = (by_torch(scored),) if form == "torch" else (scored,)
-        self._ids = b.input_of(ids, tokens)
         self._kept: Values = {}
         self._weights: Values = {}
-        self._made: Values = {}
-        """Gradients of the head where its unit lacks others yet."""
-
-    @property
-    def _tied(self) -> bool:
-        """Whether gradients of both ends make one."""
-        return self._first == self._last and not self._frozen
+        self.handed_over: Values = {}
+        """Gradients of the head where the embedding's are to be added to them."""
 
     @property
     def _frozen(self) -> bool:
-        return self._last.frozen
+        return self._unit.frozen
 
-    def enter(self) -> View:
-        """See Outside."""
-        return self._b.call("embed", 0, self._embed, self._ids, self._params.gather(self._first))
-
-    def _embed(self, given: View, weights: Values) -> View:
-        return self._written(self._embedding, 0, {ids: given, **weights})[x]
-
-    def leave(self, last: View) -> None:
-        """See Outside."""
+    def forward(self, last: View, /) -> None:
+        """See Exit."""
         layer = self._layers
         given = self._b.input_of(labels.later(layer), self._tokens)
-        self._weights = self._params.gather(self._last)
+        self._weights = self._params.gather(self._unit)
         self._kept = self._b.call("loss", layer, self._score, last, given, self._weights)
         self._b.output_of(loss.later(layer), self._tokens, self._kept.pop(loss))
 
@@ -168,20 +176,19 @@ class Loss:
         kept = (*self._head.of_norm, d(h), *(() if self._frozen else (d(w_head),)), loss)
         return {tensor: whole[tensor] for tensor in kept}
 
-    def enter_backward(self) -> View:
-        """See Outside."""
-        layer, back = self._layers, self._back_from_loss
-        if self._tied:
-            dx, self._made = self._b.call("back from the loss", layer, self._back_to_last, self._kept, self._weights)
+    def backward(self) -> View:
+        """See Exit."""
+        call = partial(self._b.call, "back from the loss", self._layers)
+        if self._is_embedding and not self._frozen:
+            dx, self.handed_over = call(self._back_to_last, self._kept, self._weights)
             return dx
-        room = self._params.room(self._last)
-        dx, reduced = self._b.call("back from the loss", layer, back, self._kept, self._weights, room)
-        self._params.keep(self._last, reduced)
+        dx, reduced = call(self._back_from_loss, self._kept, self._weights, self._params.room(self._unit))
+        self._params.keep(self._unit, reduced)
         return dx
 
     def _back_from_loss(self, kept: Values, weights: Values, room: Room) -> tuple[View, Reduced]:
         dx, _ = self._back_to_last(kept, weights)
-        return dx, self._params.reduced(self._last, room)
+        return dx, self._params.reduced(self._unit, room)
 
     def _back_to_last(self, kept: Values, weights: Values) -> tuple[View, Values]:
         """Append what gives the gradients of the last layer's output and of the head; return them."""
@@ -195,35 +202,47 @@ class Loss:
         )
         return made[d(x)], {gradient: made[gradient] for gradient in gradients}
 
-    def leave_backward(self, first: View) -> None:
-        """See Outside."""
-        if self._frozen:
-            return
-        room = self._params.room(self._first)
-        call = partial(self._b.call, "back to the embedding", 0)
-        back, tied = self._back_to_embedding, self._back_to_tied_embedding
-        given = (self._ids, first, room)
-        self._params.keep(self._first, call(tied, *given, self._made) if self._tied else call(back, *given))
-
-    def _back_to_embedding(self, given: View, first: View, room: Room) -> Reduced:
-        self._written(back(*reversed(self._embedding)), 0, {ids: given, d(x): first})
-        return self._params.reduced(self._first, room)
-
-    def _back_to_tied_embedding(self, given: View, first: View, room: Room, of_head: Values) -> Reduced:
-        made = self._written(back(*reversed(self._embedding)), 0, {ids: given, d(x): first})
-        table = d(w_embed)
-        self._b.add(Accumulate(label=f"add {table.name} of both ends", source=made[table], into=of_head[table]))
-        for gradient, view in of_head.items():
-            self._params.reduce(gradient, view)
-        return self._params.reduced(self._first, room)
-
     def _cast(self, view: View, name: str, dtype: Dtype) -> View:
         """Append a copy in another data type; return it."""
         copied = self._b.like(name, view, "other", dtype)
         self._b.copy(view, copied, f"cast {name}")
         return copied
 
-    def _written(self, equations: tuple[Equation, ...], layer: int, values: Values) -> Values:
-        """Append equations; return all values that are there then."""
-        write_all(equations, TokenWriter(self._b, layer, self._tokens, values), self._params, self._tiling)
-        return values
+
+class Embedding(_End):
+    """Token ids are embedded.
+
+    Where the embedding is the head, too, its weights are gathered once, for both, and its gradients of both ends are
+    added up, as torch's autograd adds them up, before they are handed on.
+    """
+
+    def __init__(self, b: ProgramBuilder, tokens: Tokens, params: Params, tiling: Tiling, head: Loss | None) -> None:
+        """``head`` is the one of the same rank, None where that is on another stage."""
+        super().__init__(b, tokens, params, tiling)
+        self._unit, _ = ends_of(b.workload)
+        self._embedding, self._head = embedding_of(b.workload.model), head
+        self._ids = b.input_of(ids, tokens)
+
+    def forward(self) -> View:
+        """See Entry."""
+        return self._b.call("embed", 0, self._embed, self._ids, self._params.gather(self._unit))
+
+    def _embed(self, given: View, weights: Values) -> View:
+        return self._written(self._embedding, 0, {ids: given, **weights})[x]
+
+    def backward(self, first: View, /) -> None:
+        """See Entry."""
+        if self._unit.frozen:
+            return
+        of_head = self._head.handed_over if self._head else {}
+        given = (self._ids, first, self._params.room(self._unit), of_head)
+        self._params.keep(self._unit, self._b.call("back to the embedding", 0, self._back, *given))
+
+    def _back(self, given: View, first: View, room: Room, of_head: Values) -> Reduced:
+        made = self._written(back(*reversed(self._embedding)), 0, {ids: given, d(x): first})
+        if of_head:
+            table = d(w_embed)
+            self._b.add(Accumulate(label=f"add {table.name} of both ends", source=made[table], into=of_head[table]))
+        for gradient, view in of_head.items():
+            self._params.reduce(gradient, view)
+        return self._params.reduced(self._unit, room)
