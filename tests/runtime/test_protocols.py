@@ -23,10 +23,13 @@ from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ri
 from sim.schedule.model.block import act, block_of, h1, h2, rstd1, rstd2
 from sim.schedule.model.checkpoint import checkpoint
 from sim.schedule.model.equations import Equation
-from sim.schedule.model.layer import LayerWriter, gemm_flops
+from sim.schedule.model.layer import gemm_flops
+from sim.schedule.model.outside import FromOutside, ToOutside
 from sim.schedule.model.params import Params, Replicated
-from sim.schedule.model.saving import Keep, Saving
-from sim.schedule.model.scope import Unit, units
+from sim.schedule.model.passes import LayerWriter
+from sim.schedule.model.saving import Keep, Saving, Visit
+from sim.schedule.model.scope import Unit, layers_of, units
+from sim.schedule.model.step import Chunk, StepWriter, one_stage
 from sim.schedule.model.tiling import Tiling, whole
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.proof.check import check
@@ -89,21 +92,21 @@ class Recompute(Keep):
         super().__init__()
         self.b, self.tokens = b, tokens
 
-    def save(self, layer: int, kept: Kept, /) -> None:
+    def save(self, at: Visit, kept: Kept, /) -> None:
         """See Saving."""
         before, after = (
             {tensor: view for tensor, view in values.items() if tensor not in self.DROPPED}
             for values in (kept.before, kept.after)
         )
-        super().save(layer, Kept(before, kept.attention, after))
+        super().save(at, Kept(before, kept.attention, after))
 
-    def restore(self, layer: int, weights: Values, /) -> Kept:
+    def restore(self, at: Visit, weights: Values, /) -> Kept:
         """See Saving."""
-        before, attention, after = super().restore(layer, weights)
+        before, attention, after = super().restore(at, weights)
         values = {**weights, **before, **after}
         for equation in (*LLAMA.forward.before, *LLAMA.forward.after):
             if not self.DROPPED.isdisjoint(equation.results):
-                TokenWriter(self.b, layer, self.tokens, values).write(equation)
+                TokenWriter(self.b, at.layer, self.tokens, values).write(equation)
         return Kept(before, attention, values)
 
 
@@ -172,16 +175,20 @@ def schedule_of(name: str) -> Schedule:
 
     def program(rank: int) -> Program:
         b, own = ProgramBuilder(rank, workload), all_heads(workload.model, layout[rank])
-        return LayerWriter(
+        params = technique.params(b)
+        layers = LayerWriter(
             b=b,
             block=LLAMA,
             tokens=own.tokens,
             attention=RingAttention(b, rings, layout, own, options),
-            params=technique.params(b),
+            params=params,
             saving=technique.saving(b, own.tokens),
             tiling=technique.tiling,
             checkpoint=checkpoint(LLAMA, "none"),
-        ).program()
+        )
+        ends = FromOutside(b, own.tokens, LLAMA.x), ToOutside(b, own.tokens, LLAMA.x)
+        chunk = Chunk(layers_of(workload), lambda: ends)
+        return StepWriter(b, {0: chunk}, (layers,), params).program(one_stage(0, 1, 1, 1))
 
     nbytes = sum(math.prod(weight.shape(workload.model)) for weight in LLAMA.weights) * DTYPE_BYTES["fp64"]
     sent = (3 if technique.params is Sharded else 2) * (RANKS - 1) * nbytes

@@ -1,50 +1,43 @@
-"""Scopes "layer" and "step": transformer layers around any distributed attention, forward and backward, alone or
-between embedding and loss.
+"""Schedules of every scope around any distributed attention: alone, in transformer layers, or in a training step, whose
+layers stand between embedding and loss.
 
-Every rank computes all of a layer for its own tokens; only attention sees those of other ranks. What a layer computes
-is in ``block``, and what its ends do in ``ends``; where weights and activations are, and how many tokens are taken at a
-time, is in ``params``, ``saving`` and ``tiling``.
+What a layer computes is in ``block``, and what a step's ends do in ``ends``. ``passes`` writes layers, ``step`` what a
+rank does with them in turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
-from typing import Literal, NamedTuple, cast
+from functools import cache
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from sim.errors import InputError
 from sim.mesh import Mesh
-from sim.options import LayerOptions, LossName, ModulesName
+from sim.options import LayerOptions
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
-from sim.schedule.ir.tensors import d
-from sim.schedule.ir.views import View
 from sim.schedule.model.block import block_of
-from sim.schedule.model.checkpoint import Checkpoint, checkpoint, offloaded
+from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
-from sim.schedule.model.equations import Around, Block, Equation, back
+from sim.schedule.model.equations import Block, Equation, back
 from sim.schedule.model.flat import Flat, Shards, moved_bytes, rows_later, shards_of
 from sim.schedule.model.outside import Embedding, Entry, Exit, FromOutside, Loss, ToOutside
-from sim.schedule.model.params import Params, Reduced, Replicated, Room
-from sim.schedule.model.projections import Projections, made_again, with_projections_apart
-from sim.schedule.model.saving import Chosen, Saving, saving
-from sim.schedule.model.scope import Unit, layers_of, units
-from sim.schedule.model.tiling import Tiling, block_in_tiles, whole, write_all
-from sim.schedule.model.write import Kept, TokenWriter, Values
+from sim.schedule.model.params import Replicated
+from sim.schedule.model.passes import LayerWriter
+from sim.schedule.model.projections import made_again, with_projections_apart
+from sim.schedule.model.saving import Chosen, saving
+from sim.schedule.model.scope import layers_of, units
+from sim.schedule.model.step import Chunk, StepWriter, one_stage
+from sim.schedule.model.tiling import block_in_tiles, whole
 from sim.schedule.write.attention import (
     DistributedAttention,
-    LaysOut,
-    Saved,
     Shard,
     attention_flops,
     attention_program,
 )
 from sim.schedule.write.builder import ProgramBuilder
-from sim.schedule.write.inputs import PartwiseAttention
 from sim.workload import Workload
 
 GRADIENTS = "gradients"
@@ -82,26 +75,8 @@ def build_around(
     """Return the schedule of the workload's scope: attention alone, or layers around it; every data-parallel
     replica does the same as the first, with a batch of its own, and maybe shards.
     """
-    layers = workload.scope != "attention"
-    if options.activations != "hbm" and not layers:
-        raise InputError(
-            "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
-            "`scope` layer"
-        )
-    if options.modules != "fused" and not layers:
-        raise InputError(
-            f"`set` schedule.modules={options.modules} is of norms and MLPs, and scope 'attention' has none: leave it "
-            f"out, or set `scope` layer or step"
-        )
-    if workload.attention is not msgspec.UNSET and plan.computes == "softmax":
-        raise InputError(f"schedule {plan.name!r} is of softmax attention: set `schedule` to linear")
-    step = workload.scope == "step"
-    if options.micro_batches < 1 or workload.batch % options.micro_batches:
-        allowed = [count for count in range(1, min(workload.batch, 64) + 1) if workload.batch % count == 0]
-        raise InputError(
-            f"`set` schedule.micro_batches={options.micro_batches} does not divide the {workload.batch} sequences of a "
-            f"replica's batch: allowed are {', '.join(map(str, allowed))}; or set `batch` to a multiple of it"
-        )
+    _require_takes(plan, workload, options)
+    layers, step = workload.scope != "attention", workload.scope == "step"
     part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
     block, *others = [
         block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
@@ -153,189 +128,49 @@ def build_around(
             return attention_program(b, plan.shard(role), plan.attention)
         tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
         params = Flat(b, shards, options, rank, units(workload)) if step else Replicated(b, gradients, units(workload))
-        techniques = (options.loss, options.micro_batches) if step else ("whole", 1)
         kinds = []
         for number, ((one, _), its) in enumerate(zip(workload.kinds(), (block, *others), strict=True)):
             b.workload = one
             keeps = checkpoint(its, options.checkpoint if step else "none")
-            kinds.append(
-                LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, *techniques, number)
-            )
+            kinds.append(LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, number))
         b.workload = workload
-        waits = options.host_waits == "micro-batch"
-        first = kinds[0]._replace(
-            rotary_table=options.rotary_table, modules=options.modules, kinds=tuple(kinds), waits=waits
-        )
-        return first.program()
+
+        def ends() -> tuple[Entry, Exit]:
+            if not step:
+                return FromOutside(b, tokens, block.x), ToOutside(b, tokens, block.x)
+            head = Loss(b, tokens, params, whole, options.loss, options.modules)
+            return Embedding(b, tokens, params, whole, head), head
+
+        count, waits = options.micro_batches, options.host_waits == "micro-batch"
+        chunks = {0: Chunk(layers_of(workload), ends)}
+        writer = StepWriter(b, chunks, tuple(kinds), params, count, waits, options.rotary_table)
+        return writer.program(one_stage(0, 1, count, 1))
 
     of_role = cache(written)
     return Schedule(header, program, replicated=not across_replicas)
 
 
-class LayerWriter(NamedTuple):
-    """Writes the layers of one rank; what may differ between techniques is in protocols."""
-
-    b: ProgramBuilder
-    block: Block
-    tokens: Tokens
-    attention: DistributedAttention | PartwiseAttention
-    """The latter where the block has projections apart."""
-    params: Params
-    saving: Saving
-    tiling: Tiling
-    checkpoint: Checkpoint
-    loss: LossName = "whole"
-    micro_batches: int = 1
-    kind: int = 0
-    """Which of the model's kinds of layers it writes."""
-    rotary_table: bool = False
-    waits: bool = False
-    """Whether the host waits before each further micro-batch."""
-    modules: ModulesName = "fused"
-    kinds: tuple[LayerWriter, ...] = ()
-    """Those of all kinds, where there are several."""
-
-    def program(self) -> Program:
-        """Return the program of this rank."""
-        b, tables = self.b, list[View]()
-        if self.rotary_table:
-            model = b.workload.model
-            shape = (b.workload.seq, model.rotary_dims or model.head_dim)
-            tables = [b.buffer("rotary table", "sd", shape, b.sum_dtype, "other")]
-        for table in tables:
-            b.add(Hold(label="keep the rotary table", held=(table,)))
-        for number in range(self.micro_batches):
-            b.take(number, self.micro_batches)
-            if self.waits and number:
-                b.add(HostSync(label="wait for the micro-batch", streams=(COMPUTE,)))
-            self._passes()
-        if b.workload.backward:
-            self.params.update()
-        for table in tables:
-            b.add(Hold(label="keep the rotary table", held=(table,)))
-        return b.build()
-
-    def _passes(self) -> None:
-        """Append both passes over one micro-batch."""
-        b, layers = self.b, layers_of(self.b.workload)
-        entry: Entry
-        exit_: Exit
-        entry, exit_ = FromOutside(b, self.tokens, self.block.x), ToOutside(b, self.tokens, self.block.x)
-        if b.workload.scope == "step":
-            exit_ = head = Loss(b, self.tokens, self.params, self.tiling, self.loss, self.modules)
-            entry = Embedding(b, self.tokens, self.params, self.tiling, head)
-        view = entry.forward()
-        for unit in layers:
-            view = self._of_kind(unit, LayerWriter._forward, view)
-        exit_.forward(view)
-        if b.workload.backward:
-            b.part = "backward"
-            view = exit_.backward()
-            for unit in reversed(layers):
-                view = self._of_kind(unit, LayerWriter._backward, view)
-            entry.backward(view)
-            self.params.end_pass()
-
-    def _of_kind(self, unit: Unit, write: Callable[[LayerWriter, Unit, View], View], view: View) -> View:
-        """Append a pass over a layer by the writer of its kind, whose workload the builder has meanwhile."""
-        whole = self.b.workload
-        self.b.workload = whole.of_layer(unit.layer)
-        made = write(self.kinds[unit.layer % len(self.kinds)] if self.kinds else self, unit, view)
-        self.b.workload = whole
-        return made
-
-    def _call(self, name: str) -> str:
-        """Return the key of a call that layers of this kind make."""
-        return f"{name} of kind {self.kind}" if self.kind else name
-
-    def _forward(self, unit: Unit, x: View) -> View:
-        """Append a layer; return what leaves it."""
-        forward = partial(self._forward_with, unit.layer)
-        following, kept = self.b.call(self._call("forward"), unit.layer, forward, x, self.params.gather(unit))
-        self.saving.save(unit.layer, kept)
-        return following
-
-    def _forward_with(self, layer: int, x: View, weights: Values) -> tuple[View, Kept]:
-        """Append a layer; return what leaves it and what it saves."""
-        values, saved = self._attended(layer, {self.block.x: x}, weights, self.block.forward)
-        return values[self.block.x.later(1)], self._kept(values, saved, self.checkpoint)
-
-    def _again(self, layer: int, kept: Kept, weights: Values) -> Kept:
-        """Append what makes the rest of what a backward pass needs of what was kept; return it all."""
-        block, point, values = self.block, self.checkpoint, {**kept.before, **kept.after}
-        everything = checkpoint(block, "none")
-        if point.attends:
-            return self._kept(*self._attended(layer, values, weights, point.again), everything)
-        values |= weights
-        self._write(point.again.before, layer, self.tokens, values)
-        saved = kept.attention
-        assert saved is not None
-        if point.lays_out:
-            q, k, v = values[block.q], values[block.k], values[block.v]
-            if isinstance(self.attention, LaysOut):
-                q, k, v = self.attention.lay_out(q, k, v)
-            saved = saved._replace(q=q, k=k, v=v)
-        self._write(point.again.after, layer, self.tokens, values)
-        return self._kept(values, saved, everything)
-
-    def _attended(self, layer: int, at_hand: Values, weights: Values, around: Around) -> tuple[Values, Saved]:
-        """Append attention of a layer with the equations around it; return all values, and what attention saves."""
-        block, values = self.block, {**weights, **at_hand}
-        self._write(around.before, layer, self.tokens, values)
-        if block.projections:
-            values[block.out], saved = self._partwise.forward_from(self._projections(layer, values))
-        else:
-            values[block.out], saved = self.attention.forward(values[block.q], values[block.k], values[block.v])
-        self._write(around.after, layer, self.tokens, values)
-        return values, saved
-
-    @property
-    def _partwise(self) -> PartwiseAttention:
-        return cast("PartwiseAttention", self.attention)
-
-    def _projections(self, layer: int, values: Values) -> Projections:
-        return Projections(self.b, layer, self.tokens, self.block, values, self._partwise.q_heads)
-
-    def _kept(self, values: Values, saved: Saved, point: Checkpoint) -> Kept:
-        """Return what is kept of a layer's values, and of what attention saves."""
-        held = point.held
-        at = held.index(self.block.out) if self.block.out in held else len(held)
-        before, after = ({tensor: values[tensor] for tensor in part} for part in (held[:at], held[at:]))
-        attention = None if point.attends else saved.without_inputs() if point.lays_out else saved
-        return Kept(before, attention, after)
-
-    def _backward(self, unit: Unit, dx: View) -> View:
-        """Append the backward pass of a layer; return the gradient of what came into it."""
-        weights = self.params.gather(unit)
-        kept = self.saving.restore(unit.layer, weights)
-        if self.checkpoint.is_needed:
-            again = partial(self._again, unit.layer)
-            kept = self.b.call(self._call("forward again"), unit.layer, again, kept, weights)
-        backward = partial(self._backward_with, unit)
-        room = self.params.room(unit)
-        following, reduced = self.b.call(self._call("backward"), unit.layer, backward, dx, weights, kept, room)
-        self.params.keep(unit, reduced)
-        return following
-
-    def _backward_with(self, unit: Unit, dx: View, weights: Values, kept: Kept, room: Room) -> tuple[View, Reduced]:
-        block, around, layer = self.block, self.block.backward, unit.layer
-        assert kept.attention is not None
-        values = {d(block.x).later(1): dx, **weights, **kept.before, **kept.after}
-        self._write(around.before, layer, self.tokens, values)
-        dout = values[d(block.out)]
-        if block.projections:
-            projections = self._projections(layer, values)
-            self._partwise.backward_into(kept.attention, dout, projections)
-            projections.reduce(self.params)
-        else:
-            grads = self.attention.backward(kept.attention, dout)
-            values |= zip(map(d, (block.q, block.k, block.v)), grads, strict=True)
-        self._write(around.after, layer, self.tokens, values)
-        return values[d(block.x)], self.params.reduced(unit, room)
-
-    def _write(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
-        """Append equations of a layer."""
-        write_all(equations, TokenWriter(self.b, layer, tokens, values), self.params, self.tiling)
+def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> None:
+    """Raise InputError where an option is of another scope, or does not go with the workload."""
+    layers = workload.scope != "attention"
+    if options.activations != "hbm" and not layers:
+        raise InputError(
+            "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
+            "`scope` layer"
+        )
+    if options.modules != "fused" and not layers:
+        raise InputError(
+            f"`set` schedule.modules={options.modules} is of norms and MLPs, and scope 'attention' has none: leave it "
+            f"out, or set `scope` layer or step"
+        )
+    if workload.attention is not msgspec.UNSET and plan.computes == "softmax":
+        raise InputError(f"schedule {plan.name!r} is of softmax attention: set `schedule` to linear")
+    if options.micro_batches < 1 or workload.batch % options.micro_batches:
+        allowed = [count for count in range(1, min(workload.batch, 64) + 1) if workload.batch % count == 0]
+        raise InputError(
+            f"`set` schedule.micro_batches={options.micro_batches} does not divide the {workload.batch} sequences of a "
+            f"replica's batch: allowed are {', '.join(map(str, allowed))}; or set `batch` to a multiple of it"
+        )
 
 
 def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block) -> Claims:

@@ -16,15 +16,24 @@ from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.nests import flatten, mapped
 
 
-class Saving(Protocol):
-    """Holds what layers save, between the passes."""
+class Visit(NamedTuple):
+    """One micro-batch in one layer."""
 
-    def save(self, layer: int, kept: Kept, /) -> None:
-        """Take what a layer saves, when it is written."""
+    micro: int
+    layer: int
+
+
+class Saving(Protocol):
+    """Holds what layers save of each micro-batch, between the passes."""
+
+    def save(self, at: Visit, kept: Kept, /) -> None:
+        """Take what a layer saves of a micro-batch, when it is written."""
         ...
 
-    def restore(self, layer: int, weights: Values, /) -> Kept:
-        """Return what a layer saved, in the GPU's memory; the backward pass asks from the last layer to the first."""
+    def restore(self, at: Visit, weights: Values, /) -> Kept:
+        """Return what a layer saved of a micro-batch, in the GPU's memory, once; the backward pass of a micro-batch
+        asks from the last layer to the first.
+        """
         ...
 
 
@@ -32,15 +41,15 @@ class Keep:
     """Leaves everything where it is."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[Visit, Kept] = {}
 
-    def save(self, layer: int, kept: Kept, /) -> None:
+    def save(self, at: Visit, kept: Kept, /) -> None:
         """See Saving."""
-        self._kept[layer] = kept
+        self._kept[at] = kept
 
-    def restore(self, layer: int, _weights: Values, /) -> Kept:
+    def restore(self, at: Visit, _weights: Values, /) -> Kept:
         """See Saving."""
-        return self._kept[layer]
+        return self._kept.pop(at)
 
 
 class Chosen(NamedTuple):
@@ -102,6 +111,10 @@ class _Elsewhere(Keep):
 
         return mapped(kept, moved)
 
+    def _fetched(self, layer: int, kept: Kept) -> Kept:
+        """Append a copy of what is kept to the GPU's memory; return where it is."""
+        return self._b.call("fetch", layer, partial(self._copied, layer, "hbm", "fetch layer"), kept)
+
 
 class SaveOnCpu(_Elsewhere):
     """Copies every layer to pinned memory behind it, for which the host waits, and back when its backward pass begins,
@@ -111,19 +124,18 @@ class SaveOnCpu(_Elsewhere):
     def __init__(self, b: ProgramBuilder, chosen: Chosen | None, first: int) -> None:
         super().__init__(b, "host", chosen, first, waits=True)
 
-    def save(self, layer: int, kept: Kept, /) -> None:
+    def save(self, at: Visit, kept: Kept, /) -> None:
         """See Saving."""
-        if layer >= self._first:
+        if at.layer >= self._first:
             self._leave(kept)
-            copied = partial(self._copied, layer, self._place, "offload layer")
-            kept = self._b.call("offload", layer, copied, kept)
-        self._kept[layer] = kept
+            copied = partial(self._copied, at.layer, self._place, "offload layer")
+            kept = self._b.call("offload", at.layer, copied, kept)
+        super().save(at, kept)
 
-    def restore(self, layer: int, _weights: Values, /) -> Kept:
+    def restore(self, at: Visit, weights: Values, /) -> Kept:
         """See Saving."""
-        if layer < self._first:
-            return self._kept[layer]
-        return self._b.call("fetch", layer, partial(self._copied, layer, "hbm", "fetch layer"), self._kept[layer])
+        kept = super().restore(at, weights)
+        return kept if at.layer < self._first else self._fetched(at.layer, kept)
 
 
 class Offload(_Elsewhere):
@@ -138,21 +150,21 @@ class Offload(_Elsewhere):
         super().__init__(b, place, chosen, first, waits=False)
         self._last = b.workload.layers - 1
 
-    def save(self, layer: int, kept: Kept, /) -> None:
+    def save(self, at: Visit, kept: Kept, /) -> None:
         """See Saving."""
-        if self._first <= layer < self._last:
+        if self._first <= at.layer < self._last:
             self._leave(kept)
-            kept = self._b.call("offload", layer, partial(self._offloaded, layer), kept)
-        self._kept[layer] = kept
+            kept = self._b.call("offload", at.layer, partial(self._offloaded, at.layer), kept)
+        super().save(at, kept)
 
-    def restore(self, layer: int, _weights: Values, /) -> Kept:
+    def restore(self, at: Visit, weights: Values, /) -> Kept:
         """See Saving."""
-        if layer > self._first and layer == self._last:
-            self._b.add(HostSync(label="wait for the last one", streams=(OFFLOAD,)))
-        if layer > self._first:
-            fetched = partial(self._copied, layer - 1, "hbm", "fetch layer")
-            self._kept[layer - 1] = self._b.call("fetch", layer - 1, fetched, self._kept[layer - 1])
-        return self._kept[layer]
+        if at.layer > self._first:
+            if at.layer == self._last:
+                self._b.add(HostSync(label="wait for the last one", streams=(OFFLOAD,)))
+            ahead = at._replace(layer=at.layer - 1)
+            self._kept[ahead] = self._fetched(ahead.layer, self._kept[ahead])
+        return super().restore(at, weights)
 
     def _offloaded(self, layer: int, kept: Kept) -> Kept:
         self._b.add(HostSync(label="wait for the layer before", streams=(OFFLOAD,)))

@@ -78,10 +78,10 @@ class ProgramBuilder:
         self._traced: dict[tuple[Hashable, ...], list[_Traced]] = {}
         self._writing = _Writing("", {}, 0, 0)
 
-    def take(self, number: int, count: int) -> None:
-        """Begin with the forward pass of one of so many micro-batches, which has its share of the batch."""
+    def take(self, number: int, count: int, part: Part) -> None:
+        """Begin with a pass of one of so many micro-batches, which has its share of the batch."""
         each = self.workload.batch // count
-        self.batch, self.part = Span(number * each, (number + 1) * each), "forward"
+        self.batch, self.part = Span(number * each, (number + 1) * each), part
 
     def build(self) -> Program:
         """Return what has been written."""

@@ -1,0 +1,103 @@
+"""What a rank does in a step, as a list: passes of micro-batches through chunks of layers, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
+from sim.schedule.ir.program import Program
+from sim.schedule.ir.views import View
+from sim.schedule.model.outside import Entry, Exit
+from sim.schedule.model.params import Params
+from sim.schedule.model.passes import LayerWriter
+from sim.schedule.model.scope import Unit
+from sim.schedule.write.builder import ProgramBuilder
+
+
+class Item(NamedTuple):
+    """One pass of a micro-batch through a chunk of layers."""
+
+    kind: Literal["F", "BW"]
+    """Forward, or backward with the gradients of inputs and of weights."""
+    micro: int
+    chunk: int
+    """Its number in the model."""
+
+
+Timetable = Callable[[int, int, int, int], list[Item]]
+"""Returns what a stage does, in order: of its number, and how many stages, micro-batches and chunks a stage there
+are."""
+
+
+def one_stage(_stage: int, _stages: int, micros: int, _chunks: int) -> list[Item]:
+    """Each micro-batch goes forward and backward through all layers before the next one."""
+    return [Item(kind, micro, 0) for micro in range(micros) for kind in ("F", "BW")]
+
+
+class Chunk(NamedTuple):
+    """Layers that follow each other, of one rank, and what they stand between."""
+
+    layers: tuple[Unit, ...]
+    ends: Callable[[], tuple[Entry, Exit]]
+    """Makes the ends of a micro-batch, when its forward pass begins."""
+
+
+class StepWriter(NamedTuple):
+    """Writes the program of one rank."""
+
+    b: ProgramBuilder
+    chunks: Mapping[int, Chunk]
+    """Those of this rank, by number."""
+    kinds: tuple[LayerWriter, ...]
+    """What writes layers of each of the model's kinds, which take turns."""
+    params: Params
+    micro_batches: int = 1
+    waits: bool = False
+    """Whether the host waits before each further micro-batch."""
+    rotary_table: bool = False
+
+    def program(self, items: Iterable[Item]) -> Program:
+        """Return the program that does what a timetable says; its passes forward alone where the workload has no
+        others.
+        """
+        b, tables = self.b, list[View]()
+        if self.rotary_table:
+            model = b.workload.model
+            shape = (b.workload.seq, model.rotary_dims or model.head_dim)
+            tables = [b.buffer("rotary table", "sd", shape, b.sum_dtype, "other")]
+        for table in tables:
+            b.add(Hold(label="keep the rotary table", held=(table,)))
+        ends: dict[tuple[int, int], tuple[Entry, Exit]] = {}
+        for kind, micro, number in items:
+            chunk = self.chunks[number]
+            b.take(micro, self.micro_batches, "forward" if kind == "F" else "backward")
+            if kind == "F":
+                if self.waits and micro:
+                    b.add(HostSync(label="wait for the micro-batch", streams=(COMPUTE,)))
+                entry, exit_ = ends[micro, number] = chunk.ends()
+                exit_.forward(self._through(chunk.layers, LayerWriter.forward, micro, entry.forward()))
+            elif b.workload.backward:
+                entry, exit_ = ends.pop((micro, number))
+                entry.backward(self._through(chunk.layers[::-1], LayerWriter.backward, micro, exit_.backward()))
+                self.params.end_pass()
+        if b.workload.backward:
+            self.params.update()
+        for table in tables:
+            b.add(Hold(label="keep the rotary table", held=(table,)))
+        return b.build()
+
+    def _through(
+        self,
+        layers: Iterable[Unit],
+        write: Callable[[LayerWriter, int, Unit, View], View],
+        micro: int,
+        view: View,
+    ) -> View:
+        """Append a pass through layers, each by the writer of its kind, whose workload the builder has meanwhile."""
+        whole = self.b.workload
+        for unit in layers:
+            self.b.workload = whole.of_layer(unit.layer)
+            view = write(self.kinds[unit.layer % len(self.kinds)], micro, unit, view)
+        self.b.workload = whole
+        return view
