@@ -84,7 +84,7 @@ def test_a_part_through_the_weights_of_other_heads() -> None:
         assert isinstance(own, Gemm)
         return (*ops[:second], msgspec.structs.replace(own, b=before.b), *ops[second + 1 :])
 
-    refuses(changed(layers("upipe"), crossed), "heads .* of dq_raw, wq meet")
+    refuses(changed(layers("upipe"), crossed), "parts .* of dq_raw, wq meet")
 
 
 @pytest.mark.parametrize(("label", "message"), [("order wq", "wrong key/value heads"), ("order dwq", "cannot add dwq")])

@@ -18,6 +18,18 @@ Axis = Literal["embed", "ffn", "heads", "kv_heads", "head_dim", "num_heads", "nu
 """What an extent is called; each head counts head dim features, but in a number of heads."""
 
 
+class Divided(NamedTuple):
+    """What a tensor falls into along one of its axes, where kernels or ranks may have some of it: heads, or features
+    between the products of an MLP.
+    """
+
+    axis: int
+    """Its number among the tensor's axes."""
+    into: int
+    width: int
+    """How many places each takes."""
+
+
 class Tensor(NamedTuple):
     """A tensor of a model. Of an activation or its gradient axes follow batch and tokens; of all others they are rows
     and columns.
@@ -63,6 +75,10 @@ class Tensor(NamedTuple):
         counts = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
         return counts.get(self.axes[0]) if self.axes and not self.of_weight else None
 
+    def divided(self, model: ModelSpec) -> Divided | None:
+        """Return what a tensor falls into, None where it is whole."""
+        return _divided(self, model)
+
     def features(self, model: ModelSpec) -> int:
         """Return how many features a token has that are no heads, 1 if it has none; of a weight how many columns."""
         inner = self.shape(model)[1 if self.of_weight else 0 :]
@@ -85,6 +101,17 @@ def _shape(tensor: Tensor, model: ModelSpec) -> tuple[int, ...]:
         "rank": model.lora_rank or 0,
     }
     return tuple(features[axis] for axis in tensor.axes)
+
+
+@lru_cache(maxsize=4096)
+def _divided(tensor: Tensor, model: ModelSpec) -> Divided | None:
+    if heads := tensor.heads(model):
+        return Divided(0, heads, 1)
+    widths = {"heads": model.head_dim, "kv_heads": model.head_dim, "ffn": 1}
+    for number, axis in enumerate(tensor.axes):
+        if axis in widths:
+            return Divided(number, tensor.shape(model)[number] // widths[axis], widths[axis])
+    return None
 
 
 @lru_cache(maxsize=4096)

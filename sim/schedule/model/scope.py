@@ -218,9 +218,11 @@ def is_sum(name: str, model: ModelSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def num_terms(name: str, model: ModelSpec) -> int:
-    """Return how many terms add up to a tensor: of a matrix product over heads one for each of them."""
+    """Return how many terms add up to a tensor: of a matrix product over heads, or over features of an MLP, one for
+    each of them.
+    """
     made = [one for one in block_of(model).equations for tensor in one.results if tensor.name == name]
-    return sum(_num_heads(one, model) for one in made)
+    return sum(_num_summed(one, model) for one in made)
 
 
 @lru_cache(maxsize=4096)
@@ -235,15 +237,16 @@ def terms_of(number: int, name: str, model: ModelSpec) -> Span:
             return Span(0, num_terms(name, model))
         number = of_layer.index(one)  # eager modules make as many terms, in the same order
     earlier = [one for one in of_layer[:number] for tensor in one.results if tensor.name == name]
-    before = sum(_num_heads(one, model) for one in earlier)
-    return Span(before, before + _num_heads(of_layer[number], model))
+    before = sum(_num_summed(one, model) for one in earlier)
+    return Span(before, before + _num_summed(of_layer[number], model))
 
 
-def _num_heads(equation: Equation, model: ModelSpec) -> int:
-    """Return over how many heads a product of tokens and weights sums, 1 where over none."""
-    first, *_ = equation.operands
-    over_heads = equation.kind is Gemm and not equation.results[0].of_weight
-    return (first.heads(model) or 1) if over_heads else 1
+def _num_summed(equation: Equation, model: ModelSpec) -> int:
+    """Return over how many heads or features of an MLP a product of tokens and weights sums, 1 where over none."""
+    if equation.kind is not Gemm or equation.results[0].of_weight:
+        return 1
+    divided = equation.operands[0].divided(model)
+    return divided.into if divided else 1
 
 
 class ScopePorts(NamedTuple):

@@ -9,13 +9,27 @@ from msgspec import UNSET
 
 from sim.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
-from sim.schedule.ir.ops import Accumulate, Gemm, Op, Rope, Scale, TokenKernel, TokenSum
+from sim.schedule.ir.ops import (
+    Accumulate,
+    GeGlu,
+    GeGluBackward,
+    Gelu,
+    GeluBackward,
+    Gemm,
+    Op,
+    Rope,
+    Scale,
+    SwiGlu,
+    SwiGluBackward,
+    TokenKernel,
+    TokenSum,
+)
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import ROOT, equations, is_sum, kind_of, tensor_of, terms_of
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
-from sim.schedule.proof.head_rules import Heads, joined, parts_by_heads
+from sim.schedule.proof.part_rules import Part, joined, parts_of
 from sim.workload import ModelSpec
 
 
@@ -34,8 +48,11 @@ def _numbers(model: ModelSpec) -> dict[tuple[object, ...], int]:
     }
 
 
-_OF_SOME_HEADS = (Gemm, TokenSum, Rope, Scale, Accumulate)
-"""Kernels that may be of some heads of what they are given."""
+_IN_PARTS = (
+    *(Gemm, TokenSum, Rope, Scale, Accumulate),
+    *(SwiGlu, SwiGluBackward, GeGlu, GeGluBackward, Gelu, GeluBackward),
+)
+"""Kernels that make of some heads or features of an MLP what they make of these among all."""
 _AT_ENDS = {weight.name for weight in ROOT.weights}
 _GRADIENTS_AT_ENDS = {d(weight).name for weight in ROOT.weights}
 
@@ -50,9 +67,9 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the model, or
         are different tokens.
         """
-        parts = parts_by_heads(operands, self.model) if isinstance(op, _OF_SOME_HEADS) else []
+        parts = parts_of(operands, self.model) if isinstance(op, _IN_PARTS) else []
         if parts:
-            of_parts = [self._of_heads(op, operands, part) for part in parts]
+            of_parts = [self._of_part(op, operands, part) for part in parts]
             return [joined(list(of_part), self.model) for of_part in zip(*of_parts, strict=True)]
         weights = {i: self._whole(pieces) for i, pieces in enumerate(operands) if _is_weight(pieces[0])}
         tokens = [self._rows(pieces) for i, pieces in enumerate(operands) if i not in weights]
@@ -66,8 +83,8 @@ class TokenRules(NamedTuple):
         assert results is not None
         return results
 
-    def _of_heads(self, op: TokenKernel | Accumulate, operands: list[list[Piece]], part: Heads) -> list[list[Piece]]:
-        """Return the pieces of each result that come from some heads."""
+    def _of_part(self, op: TokenKernel | Accumulate, operands: list[list[Piece]], part: Part) -> list[list[Piece]]:
+        """Return the pieces of each result that come from one part."""
         made = self.apply(op, [part.lifted(pieces, self.model) for pieces in operands])
         return [part.lowered(pieces, self.model) for pieces in made]
 
