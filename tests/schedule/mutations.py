@@ -5,8 +5,9 @@
 
 Every mutant is a schedule with one change, on one rank, on two, or in the same way on all, or of what stands above them
 (``mutation_headers``): attention and layers of the catalog (``mutation_operators``), training steps
-(``mutation_steps``), or packed documents under all planners and masks (``mutation_documents``). What ``check`` accepts
-is executed on the virtual cluster in fp64, in several random orders, and simulated. A table counts, per operator, the
+(``mutation_steps``), packed documents under all planners and masks (``mutation_documents``), or tensor-parallel layers
+and pipelines (``mutation_parallel``). What ``check`` accepts is executed on the virtual cluster in fp64, in several
+random orders, and simulated. A table counts, per operator, the
 mutants tried, refused, accepted and exact, accepted and wrong, and other: tracebacks of ``check``, of the execution or
 of the simulator. The last two must be 0; mutant N of a seed is made again by ``--first N --count 1``.
 """
@@ -38,6 +39,7 @@ from tests.helpers import OFFLOADED, VARIANTS, make_checked, make_cluster_spec, 
 from tests.schedule.mutation_documents import DOCUMENT_OPERATORS, drawn_documents
 from tests.schedule.mutation_headers import HEADER_OPERATORS, featured
 from tests.schedule.mutation_operators import OPERATORS, Operator
+from tests.schedule.mutation_parallel import PARALLEL_OPERATORS, drawn_parallel
 from tests.schedule.mutation_steps import STEP_OPERATORS, drawn_step
 from topology.cluster import Cluster
 from topology.specs import DramSpec, PcieSpec, SocketSpec
@@ -52,8 +54,8 @@ CELLS = 100
 """Schedules in which an operator has to find something to change."""
 
 Verdict = Literal["refused", "exact", "wrong", "other"]
-Sort = Literal["layers", "steps", "documents"]
-"""What is mutated: attention and layers, training steps, or packed documents."""
+Sort = Literal["layers", "steps", "documents", "parallel"]
+"""What is mutated: attention and layers, training steps, packed documents, or tensor-parallel layers and pipelines."""
 
 
 class Mutant(NamedTuple):
@@ -77,7 +79,11 @@ def mutants(count: int, seed: int, first: int = 0, of: Sort = "layers") -> Itera
 
 def operators(of: Sort) -> dict[str, Operator]:
     """Return what changes schedules of a sort, what is of this sort alone last."""
-    own: dict[Sort, dict[str, Operator]] = {"steps": STEP_OPERATORS, "documents": DOCUMENT_OPERATORS}
+    own: dict[Sort, dict[str, Operator]] = {
+        "steps": STEP_OPERATORS,
+        "documents": DOCUMENT_OPERATORS,
+        "parallel": PARALLEL_OPERATORS,
+    }
     return OPERATORS | HEADER_OPERATORS | own.get(of, {})
 
 
@@ -102,7 +108,8 @@ def _differs(changed: Schedule, original: Schedule) -> bool:
 @lru_cache(maxsize=8)
 def proved(seed: str, of: Sort) -> tuple[str, Checked]:
     """Return a schedule for a random workload that it takes, with what people call it."""
-    return {"layers": drawn_layers, "steps": drawn_step, "documents": drawn_documents}[of](Random(seed))
+    drawn = {"layers": drawn_layers, "steps": drawn_step, "documents": drawn_documents, "parallel": drawn_parallel}
+    return drawn[of](Random(seed))
 
 
 def drawn_layers(draw: Random) -> tuple[str, Checked]:

@@ -43,10 +43,13 @@ def test_no_mutant_of_any_sort_is_accepted_that_is_wrong(of: Sort, seed: int) ->
         ("layers", ("header", "addend")),
         ("steps", ("state op",)),
         ("documents", ("rectangles",)),
+        ("parallel", ("op:", "sum:")),
     ],
 )
 def test_some_mutants_of_each_sort(of: Sort, kinds: tuple[str, ...]) -> None:
-    """One of each way to change headers, what is summed, kernels of weights and of an optimiser, and rectangles."""
+    """One of each way to change headers, what is summed, kernels of weights and of an optimiser, rectangles, and what
+    stages and ranks with parts of weights compute and send.
+    """
     named = [number for number, name in enumerate(operators(of)) if name.startswith(kinds)]
     found = [mutant for number in named for mutant in mutants(1, 2026, number, of)]
     assert len(found) == len(named) >= 5
