@@ -10,8 +10,8 @@ from calibrate.kernels import sample
 from calibrate.links import LinkCase, LinkKernel, Played, play
 from runtime.processes.launch import Session
 from sim.engine.collectives import link_name, width_of, wire_bytes
-from sim.profile import Point
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import Point
+from sim.words.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 
 _SIZES = tuple(2**n for n in (12, 15, 18, 20, 22, 24, 26, 28, 30))

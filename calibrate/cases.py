@@ -8,10 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import AttentionName
-from sim.profile import Point
+from sim.base.errors import InputError
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, kernel_use
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.ops import Gemm, Hold, Kernel
@@ -20,7 +17,10 @@ from sim.schedule.methods import allgather, ring, single, ulysses
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.ring import RingOptions
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Dtype, MaskName, ModelSpec, Workload
+from sim.words.mesh import Mesh
+from sim.words.options import AttentionName
+from sim.words.profile import Point
+from sim.words.workload import Dtype, MaskName, ModelSpec, Workload
 
 
 class KernelCase(NamedTuple):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 from calibrate.links import LinkTimes
-from sim.profile import Point, Slowdown
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
+from sim.words.profile import Point, Slowdown
 from topology.specs import ClusterSpec, HostSpec, LinkSpec
 
 _LARGE_BYTES = 2**22

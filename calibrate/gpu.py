@@ -30,10 +30,10 @@ from calibrate.tiles import tile_models
 from runtime.execution.attention_choice import attention_kernel
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.processes.launch import Session
-from sim.errors import RankError
-from sim.options import FusedName, Place
-from sim.profile import HOST_COPIES, FusedAttention, Issue, Machine, Point, Profile, Slowdown, Sustained
-from sim.workload import ModelSpec
+from sim.base.errors import RankError
+from sim.words.options import FusedName, Place
+from sim.words.profile import HOST_COPIES, FusedAttention, Issue, Machine, Point, Profile, Slowdown, Sustained
+from sim.words.workload import ModelSpec
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec, PcieSpec
 

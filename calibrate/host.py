@@ -16,10 +16,10 @@ from calibrate.leave_one_out import with_residuals
 from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from calibrate.plan import Plan, Step, software
 from runtime.processes.launch import Session
-from sim.errors import RankError
-from sim.profile import Condition, Machine, Point, Profile, Slowdown
+from sim.base.errors import RankError
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import Condition, Machine, Point, Profile, Slowdown
+from sim.words.workload import Dtype, ModelSpec
 from topology.cluster import load_cluster
 from topology.host import host_facts
 

@@ -7,16 +7,16 @@ from typing import NamedTuple
 from calibrate.kernels import sample
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
+from sim.accounts.trace import Row
 from sim.engine.cost import HOST_COPY_KINDS
-from sim.mesh import Mesh
-from sim.options import Place
-from sim.profile import Point
 from sim.schedule.ir.ops import FETCH, OFFLOAD, HostCopy, HostSync, Zero
 from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
-from sim.trace import Row
-from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
+from sim.words.mesh import Mesh
+from sim.words.options import Place
+from sim.words.profile import Point
+from sim.words.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
 
 PLACES: dict[Place, str] = {"host": "pinned", "pageable": "pageable"}
 """What the host's memory is at each place."""

@@ -20,12 +20,12 @@ from runtime.execution.groups import start_together
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
-from sim.profile import MeasuredJitter, Slowdown
+from sim.accounts.trace import Trace
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.program import Program
 from sim.schedule.proof.check import check
-from sim.trace import Trace
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import MeasuredJitter, Slowdown
+from sim.words.workload import Dtype, ModelSpec
 
 _TURN_S = 0.05
 """About how long ranks repeat a kernel before it is the turn of more of them."""

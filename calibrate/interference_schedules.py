@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, assert_never
 
 import msgspec
 
-from sim.mesh import Mesh
 from sim.schedule.derive.kernels import KernelUse, kernel_use
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.masks import CAUSAL, FULL, Span
@@ -17,7 +16,8 @@ from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.methods import single
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
 
 Transfer = Literal["exchange", "all_to_all", "all_reduce", "offload", "fetch"]
 AMONG_RANKS: tuple[Transfer, ...] = ("exchange", "all_to_all", "all_reduce")

@@ -24,9 +24,9 @@ from runtime.execution.streams import Event, open_streams
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from sim.profile import Condition, Point, Sustained
 from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, CrossEntropy, Embed, EmbedBackward, Gemm, Kernel
 from sim.schedule.ir.program import Program
+from sim.words.profile import Condition, Point, Sustained
 
 _MIN_RUNS = 5
 _LONG_S = 0.2

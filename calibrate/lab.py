@@ -25,11 +25,11 @@ from runtime.execution.groups import start_together
 from runtime.lab.lab import Lab
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
+from sim.base.errors import InputError
 from sim.engine.cost import measured_cluster
-from sim.errors import InputError
-from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.ir.program import Program
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import TRANSFERS, Point, Profile
+from sim.words.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 from topology.lab import PAYLOAD, lab_spec
 from topology.specs import ClusterSpec

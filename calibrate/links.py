@@ -9,16 +9,16 @@ from typing import Literal, NamedTuple, get_args
 from calibrate.kernels import sample
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
-from sim.mesh import Mesh
-from sim.profile import Condition, Point
+from sim.accounts.trace import Row
 from sim.schedule.ir.masks import FULL, Span
 from sim.schedule.ir.ops import Accumulate, Attend, Zero
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.methods.single_op import communicate
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
-from sim.trace import Row
-from sim.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
+from sim.words.mesh import Mesh
+from sim.words.profile import Condition, Point
+from sim.words.workload import DTYPE_BYTES, Dtype, ModelSpec, Workload
 
 LinkKernel = Literal["exchange", "all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 

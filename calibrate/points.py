@@ -9,7 +9,7 @@ from sim.engine.cost import CostModel, link_figures, measured_cluster
 from sim.engine.kernel_table import series_size
 from sim.engine.tiles import use_of
 from sim.engine.transfer_table import TransferTable, spread_of
-from sim.profile import HOST_COPIES, TRANSFERS, Point, Profile
+from sim.words.profile import HOST_COPIES, TRANSFERS, Point, Profile
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 

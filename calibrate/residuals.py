@@ -16,9 +16,9 @@ from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.phases import Activity, Flow
 from sim.engine.simulate import simulate
-from sim.profile import TRANSFERS, Point, Profile, Slowdown
 from sim.schedule.proof.check import check
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import TRANSFERS, Point, Profile, Slowdown
+from sim.words.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 
 _SHORT_S = 0.05

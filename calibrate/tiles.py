@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from sim.engine.tiles import busiest, use_of
-from sim.profile import Point, TileModel
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
-from sim.workload import Dtype
+from sim.words.profile import Point, TileModel
+from sim.words.workload import Dtype
 
 _BACKWARD_KERNELS = 3
 """Kernels of a backward pass: delta, the grid, and the rounding of dq (flash_attn csrc/flash_attn/flash_api.cpp)."""

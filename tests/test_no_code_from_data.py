@@ -22,13 +22,13 @@ from experiments.evidence.workers import called
 from experiments.serve.jobs import JOBS, Jobs
 from experiments.verbs.cells import CellSelection, cells_of
 from experiments.verbs.cli import main
-from sim.errors import InputError, JournalError, LongstepError
-from sim.presets import decoded, read_bytes
+from sim.base.errors import InputError, JournalError, LongstepError
+from sim.base.presets import decoded, read_bytes
+from sim.compare.journal import Journal
+from sim.compare.portions import Portion, play
+from sim.diagnose.profiled import read_traces
 from sim.schedule.ir.program import Program, Schedule
-from sim.setup.journal import Journal
 from sim.setup.names import OwnSchedule
-from sim.setup.portions import Portion, play
-from sim.setup.profiled import read_traces
 from sim.software.counted import load_counted
 from tests.experiments.test_executed_cases import RING, on_h100
 from tests.helpers import slow_but
@@ -388,20 +388,20 @@ PLACES: dict[str, str] = {
     "sim/batches/lengths.py:histogram": OURS,
     "sim/engine/cost.py:measured_cluster": "profile",
     "sim/engine/learned.py:shipped": OURS,
-    "sim/files.py:_is_ours": "schedule, over it",
-    "sim/files.py:write_whole": WRITES,
-    "sim/hugging_face.py:model_fields": "config.json",
+    "sim/base/files.py:_is_ours": "schedule, over it",
+    "sim/base/files.py:write_whole": WRITES,
+    "sim/words/hugging_face.py:model_fields": "config.json",
     "sim/native/library.py:_found": COMPILED,
-    "sim/presets.py:_shipped": OURS,
-    "sim/presets.py:converted": "cluster",
-    "sim/presets.py:decoded": "profile",
-    "sim/presets.py:from_toml": "cluster",
-    "sim/presets.py:override": "cluster",
-    "sim/presets.py:read_bytes": "cluster",
-    "sim/profile.py": "lab, calibration",
-    "sim/profile.py:_decoded": "profile",
-    "sim/profile.py:_shipped": OURS,
-    "sim/profile.py:profile_bytes": "profile",
+    "sim/base/presets.py:_shipped": OURS,
+    "sim/base/presets.py:converted": "cluster",
+    "sim/base/presets.py:decoded": "profile",
+    "sim/base/presets.py:from_toml": "cluster",
+    "sim/base/presets.py:override": "cluster",
+    "sim/base/presets.py:read_bytes": "cluster",
+    "sim/words/profile.py": "lab, calibration",
+    "sim/words/profile.py:_decoded": "profile",
+    "sim/words/profile.py:_shipped": OURS,
+    "sim/words/profile.py:profile_bytes": "profile",
     "sim/schedule/ir/program.py:from_json": "schedule",
     "sim/setup/block_masks.py:block_mask_of": "block mask",
     "sim/setup/imports/frameworks.py:frameworks": OURS,
@@ -409,18 +409,18 @@ PLACES: dict[str, str] = {
     "sim/setup/imports/reading.py:_json": "configuration, JSON",
     "sim/setup/imports/reading.py:_toml": "configuration, TOML",
     "sim/setup/imports/reading.py:read": "configuration, shell",
-    "sim/setup/journal.py:__init__": "journal",
-    "sim/setup/journal.py:_head": "journal",
-    "sim/setup/journal.py:_portion": "journal",
-    "sim/setup/journal.py:_read": "journal",
-    "sim/setup/logs.py:read_log": "log",
-    "sim/setup/profiled.py:_decoded": "trace of torch",
+    "sim/compare/journal.py:__init__": "journal",
+    "sim/compare/journal.py:_head": "journal",
+    "sim/compare/journal.py:_portion": "journal",
+    "sim/compare/journal.py:_read": "journal",
+    "sim/explain/logs.py:read_log": "log",
+    "sim/diagnose/profiled.py:_decoded": "trace of torch",
     "sim/software/attention.py:_tables": OURS,
     "sim/software/counted.py:_loaded": "software, counted",
     "sim/software/software.py:load_software": "software",
     "sim/software/host.py:_table": OURS,
-    "sim/workload.py:load_model": "model",
-    "sim/workload.py:model_of_config": "config.json",
+    "sim/words/workload.py:load_model": "model",
+    "sim/words/workload.py:model_of_config": "config.json",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,
     "topology/machine.py:machine": "nvidia-smi topo",

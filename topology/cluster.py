@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from sim.errors import InputError
-from sim.presets import load_toml
+from sim.base.errors import InputError
+from sim.base.presets import load_toml
 from topology.direct import direct, direct_hops, direct_path
 from topology.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
 from topology.host import host_facts, with_facts

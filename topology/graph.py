@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from sim.garbage import garbage_collection_off
+from sim.base.garbage import garbage_collection_off
 from topology.direct import direct_edges
 from topology.fabrics import FABRIC, Edge, edges, is_nic
 from topology.kinds import Switched

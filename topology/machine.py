@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sim.errors import InputError
-from sim.presets import converted, preset_names
+from sim.base.errors import InputError
+from sim.base.presets import converted, preset_names
 from topology.cluster import load_cluster
 from topology.named import HARDWARE, gpu_name
 from topology.reserved import DRIVER

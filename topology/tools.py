@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 QUERY = ("name", "memory.total", "power.limit", "pcie.link.gen.max", "pcie.link.width.max")
 """What ``nvidia-smi --query-gpu`` is asked for."""

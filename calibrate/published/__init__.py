@@ -13,8 +13,8 @@ from functools import partial
 
 from calibrate.leave_one_out import with_residuals
 from calibrate.published import attention, gpus, ultraattn
-from sim.errors import unknown
-from sim.profile import Profile
+from sim.base.errors import unknown
+from sim.words.profile import Profile
 
 PUBLISHED: Mapping[str, Callable[[str], Profile]] = {
     "a800-ultraattn": ultraattn.a800,

@@ -37,10 +37,10 @@ from calibrate.published.streaming import NORMS_SOURCE, norms, streaming
 from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, GB300, H100, H200, UnderLoad
 from calibrate.tiles import tile_models
 from sim.engine.collectives import wire_bytes
-from sim.profile import FusedAttention, Machine, Point, Profile
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import CollectiveName
+from sim.words.profile import FusedAttention, Machine, Point, Profile
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from calibrate.software.log import Allocated, Call, Log, Operand, storage_of
 from calibrate.software.sizes import Sizes
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 
 class Ready(NamedTuple):

@@ -17,7 +17,7 @@ from calibrate.software.count import Ready, missing
 from calibrate.software.log import Call, Operand
 from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula, numbers, terms
 from calibrate.software.transformers_modules import FAMILIES, Modules
-from sim.errors import unknown
+from sim.base.errors import unknown
 from sim.software.counted import MARK, Counted, DtypeName, Formula, Kernel, Part, Pass, Product, amount
 
 DTYPES: dict[torch.dtype, DtypeName] = {

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sim.errors import InputError, unknown
-from sim.presets import converted, load_toml
-from sim.profile import Issue, Profile, load_profile
+from sim.accounts.trace import Trace
+from sim.base.errors import InputError, unknown
+from sim.base.presets import converted, load_toml
+from sim.base.units import size
 from sim.schedule.ir.ops import KINDS, HostSync
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Entry
@@ -27,8 +28,7 @@ from sim.schedule.methods.single_op import ALONE, Attended, Sent, Size, build
 from sim.setup import names
 from sim.setup.names import DATASHEET, SCOPES
 from sim.setup.setup import Setup
-from sim.trace import Trace
-from sim.units import size
+from sim.words.profile import Issue, Profile, load_profile
 
 FOLDER = "experiments/published"
 _SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "cp", "dp_degree")

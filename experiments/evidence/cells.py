@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from experiments.evidence.comparison import Comparison, comparison
 from experiments.evidence.execution import WARM_UP, Execution, open_session
-from sim.errors import LongstepError, RankError
+from sim.base.errors import LongstepError, RankError
 from sim.setup.names import scope_title, texts
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup

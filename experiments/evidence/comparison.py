@@ -10,15 +10,15 @@ import msgspec
 
 from experiments.evidence.diagnosis import diagnosis
 from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
+from sim.accounts.memory import walks_with
+from sim.accounts.trace import Trace
+from sim.base.errors import InputError
+from sim.base.units import FEW, number, percent, seconds, seconds_between, size
 from sim.engine.report import Report
-from sim.errors import InputError
-from sim.memory import walks_with
-from sim.profile import Profile
 from sim.schedule.proof.check import Checked
-from sim.setup.answer import as_html, as_text
+from sim.setup.answers.answer import as_html, as_text
 from sim.setup.prediction import Prediction
-from sim.trace import Trace
-from sim.units import FEW, number, percent, seconds, seconds_between, size
+from sim.words.profile import Profile
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -127,7 +127,7 @@ def compare(prediction: Prediction, repeats: int = 5, *, timeout: float = 120.0,
     >>> compare(predict(model="tiny", cluster="host", seq="1K", gpus=2, profile="datasheet"))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    sim.errors.InputError: comparing needs a profile of this machine: run longstep calibrate --quick, ...
+    sim.base.errors.InputError: comparing needs a profile of this machine: run longstep calibrate --quick, ...
     """
     if not isinstance(prediction, Prediction):
         raise InputError(

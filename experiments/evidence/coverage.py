@@ -11,9 +11,9 @@ from typing import NamedTuple, get_args
 import msgspec
 
 from experiments.evidence.published import CasePrediction, coverage, rivals
+from sim.base.files import Kind, decoded_by
 from sim.engine.learned import LEAST, Learned, StepErrors
 from sim.engine.regime import Regime
-from sim.files import Kind, decoded_by
 
 COVERED = (0.8, 0.97)
 """Share of the measured times that intervals of a regime should hold."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sim.trace import Row, Trace
-from sim.units import percent, seconds
+from sim.accounts.trace import Row, Trace
+from sim.base.units import percent, seconds
 
 DRIFT = 0.05
 """Drift of a kernel beyond which the machine is not the one that was calibrated."""

@@ -11,11 +11,11 @@ from experiments.evidence.cases import Case, case_fields, setup_of
 from experiments.evidence.cells import Cell
 from experiments.evidence.published import profile_sha256
 from experiments.evidence.record import Judged, Record, judged, provenance, steadiness
-from sim.errors import InputError
-from sim.files import Kind, Output, marked
-from sim.profile import PROFILE_FILE, Profile, encode_profile, load_profile, save_profile
+from sim.base.errors import InputError
+from sim.base.files import Kind, Output, marked
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.setup import Setup
+from sim.words.profile import PROFILE_FILE, Profile, encode_profile, load_profile, save_profile
 
 _OF_CASES = ("schedule", "seq")
 """What every case says for itself, also where it is the same in all."""

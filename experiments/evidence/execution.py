@@ -8,19 +8,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from experiments.evidence.machine import require_machine, require_processes, require_torch
+from sim.accounts.memory import walks_with
+from sim.accounts.trace import Trace
+from sim.base.errors import InputError
+from sim.base.units import size
 from sim.engine.report import hbm_held
-from sim.errors import InputError
-from sim.memory import walks_with
-from sim.patterns import AttentionSink
-from sim.profile import Profile
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked
 from sim.setup.machine import require_same_host
 from sim.setup.names import at_least_one
 from sim.setup.prediction import Prediction, proved
-from sim.trace import Trace
-from sim.units import size
-from sim.workload import Workload
+from sim.words.patterns import AttentionSink
+from sim.words.profile import Profile
+from sim.words.workload import Workload
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
 
@@ -149,7 +149,8 @@ def execute(
 
 def attention_seconds(played: Prediction | Checked, repeats: int = 5) -> list[float]:
     """Return per rank the seconds that its attention kernels take on this CPU, to hold beside those that are simulated
-    (``sim.breakdown.attention_s``). Ranks are played one at a time, so that they do not share cores. It needs torch.
+    (``sim.accounts.breakdown.attention_s``). Ranks are played one at a time, so that they do not share cores. It needs
+    torch.
 
     >>> from longstep import build, workload
     >>> seconds = attention_seconds(build("ring", workload("tiny", "256"), 2), repeats=1)

@@ -11,7 +11,7 @@ from experiments.evidence.lab import LabCell, LabRecord
 from experiments.evidence.lab_verdict import TARGETS, lab_order, verdict
 from experiments.evidence.published import CasePrediction, Evidence, explained
 from experiments.evidence.record import Judged, Record, judged, order
-from sim.units import percent
+from sim.base.units import percent
 
 
 class Headline(NamedTuple):

@@ -10,13 +10,13 @@ import msgspec
 
 from experiments.evidence.comparison import Measured, measured
 from experiments.evidence.kept import Kept, kept_in
-from sim.breakdown import breakdown, critical_rank, overlapped_s
-from sim.errors import InputError
-from sim.files import Kind, Output, decoded_by
-from sim.presets import from_json, read_bytes
-from sim.profile import Profile
+from sim.accounts.breakdown import breakdown, critical_rank, overlapped_s
+from sim.base.errors import InputError
+from sim.base.files import Kind, Output, decoded_by
+from sim.base.presets import from_json, read_bytes
 from sim.setup.names import PLACEMENTS
 from sim.setup.prediction import Prediction
+from sim.words.profile import Profile
 from topology.lab import NETWORKS
 from topology.specs import PerGpu
 

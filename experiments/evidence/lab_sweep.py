@@ -15,10 +15,10 @@ import msgspec
 
 from experiments.evidence.lab import FAULTS, FAULTY, LabCell, Repeat
 from experiments.evidence.machine import require_torch
-from sim.errors import InputError
-from sim.profile import Profile
+from sim.base.errors import InputError
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
+from sim.words.profile import Profile
 from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import msgspec
 
 from experiments.evidence.comparison import Measured
 from experiments.evidence.lab import MBIT, STEADY, LabCell, LabRecord, LabResult
-from sim.units import percent, seconds
+from sim.base.units import percent, seconds
 
 MOST_VOID = 1 / 3
 """Share of the repeats that may be void: if more are, nothing is claimed."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sim.errors import InputError
-from sim.workload import Dtype
+from sim.base.errors import InputError
+from sim.words.workload import Dtype
 from topology.machine import is_named
 from topology.specs import ClusterSpec
 

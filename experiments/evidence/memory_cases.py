@@ -11,14 +11,14 @@ from typing import Literal, NamedTuple
 
 from experiments.evidence.cases import CaseFile, MemoryGroup, selected
 from experiments.evidence.workers import called
+from sim.accounts.memory import TERMS
+from sim.base.errors import InputError, unknown
+from sim.base.units import length, percent, size
 from sim.engine.room import Room
-from sim.errors import InputError, unknown
-from sim.memory import TERMS
+from sim.plan.fit import longest
+from sim.plan.search.room import held_behind_passes, room
 from sim.setup import names
-from sim.setup.fit import longest
-from sim.setup.room import held_behind_passes, room
 from sim.setup.setup import Setup
-from sim.units import length, percent, size
 
 Judgement = Literal["right", "at the limit", "wrong"]
 _GIB = 2**30

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 from experiments.evidence.cases import FOLDER, Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.memory_cases import MemoryFound
 from experiments.evidence.workers import called
+from sim.base.presets import preset_names
+from sim.base.units import percent
 from sim.engine.interval import reach
 from sim.engine.learned import Learned, Reach, shipped
 from sim.engine.regime import Regime, regime
 from sim.engine.sensitivity import bound
 from sim.engine.simulate import Simulation, simulate
-from sim.presets import preset_names
-from sim.profile import load_profile, profile_bytes
 from sim.schedule.ir.ops import KINDS
 from sim.setup.names import DATASHEET
 from sim.software.software import load_software
-from sim.units import percent
+from sim.words.profile import load_profile, profile_bytes
 
 _APART = 0.02
 """Measured times that differ by no more are in no order."""

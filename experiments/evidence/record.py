@@ -16,14 +16,14 @@ from experiments.evidence.comparison import Comparison, Measured, Peak, calibrat
 from experiments.evidence.diagnosis import DRIFT
 from experiments.evidence.kept import Kept, kept_in
 from experiments.evidence.provenance import command_line
+from sim.base.errors import InputError
+from sim.base.files import Kind, Output, decoded_by
+from sim.base.presets import from_json, read_bytes
+from sim.base.units import percent
 from sim.engine.interval import Interval
-from sim.errors import InputError
-from sim.files import Kind, Output, decoded_by
-from sim.presets import from_json, read_bytes
-from sim.profile import Profile
 from sim.setup.machine import equipped
 from sim.setup.setup import Configuration, Setup
-from sim.units import percent
+from sim.words.profile import Profile
 
 ENOUGH = 0.8
 """Share of the repeats that has to meet the target."""

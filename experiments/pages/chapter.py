@@ -25,10 +25,10 @@ from experiments.evidence.published import (
     software_of,
 )
 from experiments.evidence.record import Judged, Record, judged, provenance, summary
-from sim.errors import InputError
-from sim.files import Kind, marked
-from sim.profile import Profile, encode_profile
-from sim.units import percent, seconds
+from sim.base.errors import InputError
+from sim.base.files import Kind, marked
+from sim.base.units import percent, seconds
+from sim.words.profile import Profile, encode_profile
 
 if TYPE_CHECKING:
     from calibrate.leave_one_out import Residual

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from experiments.pages.plots import HUES
-from sim.units import length, percent, seconds, size
+from sim.base.units import length, percent, seconds, size
 
 SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "pentagon")
 """The outlines of ``plots.SHAPES``, as plotly.js names them."""

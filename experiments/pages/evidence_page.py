@@ -10,7 +10,7 @@ from experiments.pages.legend import BANDS, Kind, Looks
 from experiments.pages.pictures import Drawn, Picture, is_narrow, picture
 from experiments.pages.plots import Point, parity_plot
 from experiments.pages.render import render
-from sim.units import percent, seconds
+from sim.base.units import percent, seconds
 
 _WIDTH, _HEIGHT, _LOW = 560, 520, 340
 """Of a plot in pixels, on a wide screen; its height on a phone."""

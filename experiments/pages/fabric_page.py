@@ -18,8 +18,8 @@ from experiments.pages.pictures import Entry, Legend, legend
 from experiments.pages.plots import HUES, SWATCH
 from experiments.pages.render import render
 from experiments.pages.texts import text_width
-from sim.errors import InputError
-from sim.units import rate
+from sim.base.errors import InputError
+from sim.base.units import rate
 from topology.cluster import Cluster
 from topology.kinds import CircuitsSpec, MeshSpec
 from topology.shape import joined

@@ -12,7 +12,7 @@ from experiments.pages.figures import figure as alone
 from experiments.pages.legend import BANDS
 from experiments.pages.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
 from experiments.pages.render import render
-from sim.units import percent
+from sim.base.units import percent
 
 _WIDTH, _HEIGHT, _LOW = 760, 620, 340
 """Of the plot in pixels, on a wide screen; its height on a phone."""

@@ -14,7 +14,7 @@ import msgspec
 
 from experiments.evidence.comparison import Measured
 from experiments.pages.texts import TEXT_ROW, shortened, text_width, wrapped
-from sim.units import seconds
+from sim.base.units import seconds
 
 HUES = {
     "blue": ("#0072b2", "#4ba3e3"),

@@ -9,8 +9,8 @@ import jinja2
 
 from experiments.pages.plots import HUES, THEMES
 from experiments.pages.texts import TEXT_ROW
-from sim.files import Kind, marked
-from sim.units import percent, seconds
+from sim.base.files import Kind, marked
+from sim.base.units import percent, seconds
 
 PAGE_FILE = Kind("an HTML page", marked('<meta name="generator" content="longstep">'))
 FIGURE_FILE = Kind("an SVG figure", marked("<!-- generator: longstep -->"))

@@ -40,7 +40,7 @@ from experiments.pages.step_chapters import (
     trace_chapter,
 )
 from experiments.pages.timeline import family_colours
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 NEEDS_PLOTLY = "report needs the package plotly: pip install 'longstep[report]'"
 _CHAPTERS: dict[str, Callable[[Result], Chapter]] = {

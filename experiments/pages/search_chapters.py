@@ -11,8 +11,8 @@ from experiments.pages.chapters import Chapter, is_number, said, stated
 from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, Point, Unit, bars, lines
 from experiments.pages.sweep_chapter import sweep_charts, sweep_lines
 from experiments.pages.tables import head, table
-from sim.memory import TERMS
-from sim.units import length, size
+from sim.accounts.memory import TERMS
+from sim.base.units import length, size
 
 
 def rows_chapter(result: Result) -> Chapter:

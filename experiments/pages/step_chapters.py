@@ -17,8 +17,8 @@ from experiments.pages.charts import BYTES, NUMBER, RATIO, SECONDS, SHARE, Chart
 from experiments.pages.step_charts import parts_chart, saves_chart
 from experiments.pages.tables import cell, head, table
 from experiments.pages.timeline import busy, memory_charts, of_chrome
-from sim.errors import InputError
-from sim.units import percent, seconds
+from sim.base.errors import InputError
+from sim.base.units import percent, seconds
 
 
 def trace_chapter(result: Result) -> Chapter:

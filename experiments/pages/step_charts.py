@@ -8,9 +8,9 @@ from typing import Any
 from experiments.evidence.peaks import PEAK
 from experiments.pages.charts import BYTES, SECONDS, SHARE, Chart, bars
 from experiments.pages.plots import HUES
+from sim.accounts.memory import TERMS
+from sim.base.units import size
 from sim.engine.report import Report
-from sim.memory import TERMS
-from sim.units import size
 
 _BESIDE_BUFFERS = "beside buffers"
 

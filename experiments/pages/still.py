@@ -25,7 +25,7 @@ from experiments.pages.plots import (
     height_below,
     time_ticks,
 )
-from sim.units import seconds
+from sim.base.units import seconds
 
 _HEIGHT = 260
 """Pixels of lines."""

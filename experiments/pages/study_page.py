@@ -24,9 +24,9 @@ from experiments.pages.plots import (
 from experiments.pages.render import render
 from experiments.pages.tables import head
 from experiments.pages.texts import text_width
-from sim.errors import InputError
-from sim.files import Kind, marked
-from sim.units import length, seconds, size
+from sim.base.errors import InputError
+from sim.base.files import Kind, marked
+from sim.base.units import length, seconds, size
 
 _WIDTH, _HEIGHT, _LOW = 860, 380, 320
 """Pixels of lines, on a wide screen; their height on a phone."""

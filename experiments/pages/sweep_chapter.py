@@ -9,12 +9,12 @@ from typing import Any
 from experiments.evidence.peaks import BESIDE, PEAK
 from experiments.pages.charts import BYTES, NUMBER, SECONDS, Chart, Point, Unit, bars, lines
 from experiments.pages.tables import cell, head
-from sim.breakdown import PARTS
-from sim.errors import InputError
-from sim.memory import TERMS
-from sim.setup.portions import COLUMNS
-from sim.units import seconds
-from sim.workload import parse_length
+from sim.accounts.breakdown import PARTS
+from sim.accounts.memory import TERMS
+from sim.base.errors import InputError
+from sim.base.units import seconds
+from sim.compare.portions import COLUMNS
+from sim.words.workload import parse_length
 
 _FIGURES: tuple[tuple[str, str, Unit], ...] = (
     ("step_time_s", "step time", SECONDS),

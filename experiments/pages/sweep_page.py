@@ -17,8 +17,8 @@ from experiments.pages.figures import figure as alone
 from experiments.pages.legend import BANDS, Kind, Looks
 from experiments.pages.pictures import NARROW, Drawn, Picture, is_narrow, picture
 from experiments.pages.render import render
-from sim.units import length, percent
-from sim.workload import parse_length
+from sim.base.units import length, percent
+from sim.words.workload import parse_length
 
 _WIDTH, _HEIGHT, _LOW = 560, 520, 340
 """Of the parity plot in pixels, on a wide screen; its height on a phone."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from experiments.pages.charts import Cell
-from sim.units import length, percent, seconds, size
+from sim.base.units import length, percent, seconds, size
 
 _LENGTHS = {"seq", "longest"}
 _SHARES = {"mfu", "hfu", "share_of_roof", "share", "saves", "extrapolated"}

@@ -7,9 +7,9 @@ from typing import Any
 
 from experiments.pages.charts import Chart, memory
 from experiments.pages.plots import HUES
-from sim.errors import InputError
+from sim.accounts.trace import Trace
+from sim.base.errors import InputError
 from sim.schedule.ir.ops import KINDS, Family
-from sim.trace import Trace
 
 FAMILY_HUES: dict[Family, str] = {
     "attention": "blue",

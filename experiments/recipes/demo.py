@@ -11,10 +11,10 @@ from experiments.evidence.execution import Execution, open_session
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.several import Asked, rows_table
 from experiments.verbs.terminal import comparison_table, tell_basis
-from sim.setup.answer import sentence
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.units import percent, seconds
+from sim.setup.answers.answer import sentence
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
-from sim.units import percent, seconds
 
 TRACE_FILE = CHROME_TRACE.at("demo-trace.json")
 LENGTHS = ("128K", "256K", "512K", "1M")

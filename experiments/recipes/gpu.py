@@ -30,12 +30,12 @@ from experiments.verbs.profile_diff import write_profile_diffs
 from experiments.verbs.run import Run, run
 from experiments.verbs.selection import Selection
 from experiments.verbs.validate import Validate, validate
-from sim.errors import InputError, LongstepError, RankError, unknown
-from sim.files import make_folder
-from sim.presets import preset_names
-from sim.profile import load_profile
+from sim.base.errors import InputError, LongstepError, RankError, unknown
+from sim.base.files import make_folder
+from sim.base.presets import preset_names
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import DATASHEET
+from sim.words.profile import load_profile
 from topology.cluster import load_cluster
 from topology.named import gpu_name
 

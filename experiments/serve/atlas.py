@@ -13,14 +13,14 @@ import msgspec
 from msgspec import Meta
 
 from experiments.serve.question import Variant, Word, setup_of
+from sim.base.errors import InputError
+from sim.compare.axes import axes_of, changed
+from sim.compare.winners import judged
 from sim.engine.sensitivity import bound
-from sim.errors import InputError
-from sim.setup.axes import axes_of, changed
-from sim.setup.branches import least_limits, step_of
+from sim.plan.search.branches import least_limits, step_of
+from sim.setup.answers.places import shown
 from sim.setup.names import ONE_REPLICA, tokens
-from sim.setup.places import shown
 from sim.setup.setup import Setup
-from sim.setup.winners import judged
 
 MOST_CELLS = 400
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.serve.dropped import DISTRIBUTIONS
 from experiments.serve.jobs import BUDGET_BYTES, BUDGET_S, MOST_PINNED, MOST_TOKENS
-from sim.presets import preset_names
+from sim.base.presets import preset_names
 from sim.schedule.methods.catalog import NAMED
 from sim.setup import names
 from sim.setup.stacks import STACKS, TECHNIQUES

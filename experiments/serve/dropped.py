@@ -21,10 +21,10 @@ from experiments.serve.question import (
     question_of,
     require_model,
 )
+from sim.base.errors import InputError, unknown
+from sim.base.presets import preset_names
 from sim.batches.files import lengths_in
 from sim.batches.lengths import draw, histogram
-from sim.errors import InputError, unknown
-from sim.presets import preset_names
 from sim.setup.imports.frameworks import framework_of
 from sim.setup.imports.imported import Imported
 from sim.setup.imports.reading import file_of

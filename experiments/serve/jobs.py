@@ -20,16 +20,16 @@ from experiments.serve.offers import offers
 from experiments.serve.played import Player, all_figures, first_figures
 from experiments.serve.question import Question, Variant, said_of, setup_of
 from experiments.serve.shown import answered, compared, figures, plain, row_of, whole
-from sim.errors import InputError, LongstepError, TooLargeError
-from sim.presets import converted
-from sim.setup.branches import least_limits, least_of
+from sim.base.errors import InputError, LongstepError, TooLargeError
+from sim.base.presets import converted
+from sim.base.units import FEW, length, seconds, size
+from sim.compare.portions import COLUMNS, Row
+from sim.plan.fit import longest
+from sim.plan.search.branches import least_limits, least_of
 from sim.setup.effort import Effort, effort_of
-from sim.setup.fit import longest
-from sim.setup.portions import COLUMNS, Row
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration, Setup
 from sim.setup.spelled import command_of, python_of
-from sim.units import FEW, length, seconds, size
 
 BUDGET_S, BUDGET_BYTES = 10.0, 2.0e9
 """What an answer may take, by its estimate, without being asked for anyway."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sim.errors import InputError
+from sim.base.errors import InputError
+from sim.plan.fit import using
 from sim.schedule.methods.catalog import NAMED
-from sim.setup.fit import using
 from sim.setup.names import ONE_REPLICA
 from sim.setup.setup import Configuration, Setup
 from sim.setup.stacks import TECHNIQUES

@@ -11,10 +11,10 @@ from typing import NoReturn
 
 import msgspec
 
+from sim.base.garbage import garbage_collection_off
 from sim.engine.report import Report, report
 from sim.engine.sensitivity import bound
 from sim.engine.simulate import simulate
-from sim.garbage import garbage_collection_off
 from sim.schedule.derive.replicas import folds
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked

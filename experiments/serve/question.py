@@ -13,15 +13,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from sim.errors import InputError, unknown
-from sim.presets import converted, from_toml
-from sim.profile import profile_names
+from sim.base.errors import InputError, unknown
+from sim.base.presets import converted, from_toml
 from sim.schedule.methods.catalog import NAMED
 from sim.setup import names
 from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
 from sim.software.software import software_names
-from sim.workload import ModelSpec, model_of_config, spoken
+from sim.words.profile import profile_names
+from sim.words.workload import ModelSpec, model_of_config, spoken
 from topology.named import load_named
 from topology.specs import ClusterSpec
 

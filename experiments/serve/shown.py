@@ -13,12 +13,12 @@ from experiments.pages.charts import SECONDS, Chart, bars
 from experiments.pages.step_charts import memory_chart, parts_chart, saves_chart
 from experiments.pages.sweep_chapter import sweep_charts
 from experiments.pages.tables import Rows, table
+from sim.base.units import FEW, number, seconds, seconds_between
+from sim.compare.portions import COLUMNS, Row, columns
 from sim.engine.report import Report
-from sim.setup.answer import grounds, interval
-from sim.setup.figures_shown import figures_shown, limit_shown
-from sim.setup.portions import COLUMNS, Row, columns
+from sim.setup.answers.answer import grounds, interval
+from sim.setup.answers.figures import figures_shown, limit_shown
 from sim.setup.prediction import Prediction
-from sim.units import FEW, number, seconds, seconds_between
 
 COMPARED = (
     "variant", "degrees", "step_time_s", "90 % interval", "tokens_per_s_per_gpu", "for_a_token", "mfu",

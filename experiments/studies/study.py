@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import experiments.studies
 from experiments.pages.pictures import Picture
-from sim.errors import InputError, none_of
+from sim.base.errors import InputError, none_of
 from sim.setup.names import at_least_one
 
 

@@ -23,11 +23,14 @@ from experiments.verbs.counted import count_software
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.profile_diff import show_profile_diff
 from experiments.verbs.writes import Writes
+from sim.base.errors import InputError, RankError, unknown
+from sim.base.files import Output, make_folder, require_outputs
+from sim.base.presets import read_bytes
+from sim.base.units import percent, seconds
 from sim.engine.cost import measured_cluster
-from sim.errors import InputError, RankError, unknown
-from sim.files import Output, make_folder, require_outputs
-from sim.presets import read_bytes
-from sim.profile import (
+from sim.setup.names import DATASHEET, one_of
+from sim.software.counted import COUNTED_FILE
+from sim.words.profile import (
     OWN_PROFILE_FILE,
     PROFILE_FILE,
     Profile,
@@ -36,10 +39,7 @@ from sim.profile import (
     profile_folder,
     profile_names,
 )
-from sim.setup.names import DATASHEET, one_of
-from sim.software.counted import COUNTED_FILE
-from sim.units import percent, seconds
-from sim.workload import FLOATS, ModelSpec, load_model
+from sim.words.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
 

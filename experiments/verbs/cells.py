@@ -13,11 +13,11 @@ from experiments.evidence.cells import Cell
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection, listed, typed_schedules
 from longstep import Setup
-from sim.errors import InputError
-from sim.mesh import MOST_RANKS
+from sim.base.errors import InputError
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import SCOPES, one_of
-from sim.workload import parse_length
+from sim.words.mesh import MOST_RANKS
+from sim.words.workload import parse_length
 from topology.host import host_facts
 
 LENGTHS = "2K,4K,8K"

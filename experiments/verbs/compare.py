@@ -16,9 +16,9 @@ from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import comparison_table, print_json, tell_basis
 from experiments.verbs.writes import Writes
-from sim.files import require_outputs
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.files import require_outputs
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

@@ -31,11 +31,11 @@ from experiments.evidence.published import (
 )
 from experiments.evidence.record import Record
 from experiments.pages.chapter import chapter, on_front_page
+from sim.base.errors import InputError
+from sim.base.files import Output
+from sim.base.presets import preset_names
 from sim.engine.learned import Learned, shipped
-from sim.errors import InputError
-from sim.files import Output
-from sim.presets import preset_names
-from sim.profile import load_profile
+from sim.words.profile import load_profile
 
 
 class ChapterFiles(NamedTuple):

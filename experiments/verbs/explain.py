@@ -14,10 +14,10 @@ from experiments.verbs.cli import with_flags
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.terminal import print_json
-from sim.errors import InputError
-from sim.setup.explain import of_imported
-from sim.setup.logs import read_log
-from sim.setup.screen import BAR
+from sim.base.errors import InputError
+from sim.explain.explain import of_imported
+from sim.explain.logs import read_log
+from sim.explain.screen import BAR
 
 _COLOURS = {
     "S": "cyan", "O": "magenta", "P": "green", "G": "yellow", "A": "blue", "C": "red", "T": "white", "X": "white",

@@ -19,15 +19,15 @@ from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import COUNTS, FileSelection, StepSelection, listed, require_names
 from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
 from experiments.verbs.writes import Writes
-from sim.errors import InputError, unknown
-from sim.files import require_outputs
-from sim.memory import TERMS
+from sim.accounts.memory import TERMS
+from sim.base.errors import InputError, unknown
+from sim.base.files import require_outputs
+from sim.base.units import FEW, length, seconds, size
+from sim.compare.axes import values_of
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.answer import what_fits
-from sim.setup.axes import values_of
+from sim.setup.answers.answer import what_fits
 from sim.setup.names import schedule_name
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
-from sim.units import FEW, length, seconds, size
 
 ROWS = ("zigzag", "ulysses", "usp", "upipe")
 """Of ``fit`` where none is named: one of each family, beside all stacks."""

@@ -40,11 +40,11 @@ from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import listed, typed_schedules
 from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
-from sim.errors import InputError, LongstepError
-from sim.files import Output, require_outputs
-from sim.profile import PROFILE_FILE, Profile, encode_profile, load_profile, profile_names
+from sim.base.errors import InputError, LongstepError
+from sim.base.files import Output, require_outputs
 from sim.setup.machine import require_same_host
 from sim.setup.names import CLUSTER_HERE, MODEL_HERE, at_least_one, one_of
+from sim.words.profile import PROFILE_FILE, Profile, encode_profile, load_profile, profile_names
 from topology.cluster import Cluster, load_cluster
 from topology.lab import lab_spec
 

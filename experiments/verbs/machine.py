@@ -10,9 +10,9 @@ from rich.console import Console
 
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.writes import Writes
-from sim.errors import InputError
-from sim.files import Kind, marked, require_outputs
-from sim.presets import read_bytes
+from sim.base.errors import InputError
+from sim.base.files import Kind, marked, require_outputs
+from sim.base.presets import read_bytes
 from topology.host import host_facts
 from topology.machine import MARK, machine
 from topology.tools import QUERY, read_gpus, read_rdma, read_topology

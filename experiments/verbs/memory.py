@@ -8,8 +8,8 @@ from rich.table import Table
 import longstep
 from experiments.evidence.peaks import PEAK
 from experiments.verbs.terminal import print_json
-from sim.setup.answer_memory import memory_terms, what_fills
-from sim.units import size
+from sim.base.units import size
+from sim.setup.answers.memory import memory_terms, what_fills
 
 
 def print_memory(predicted: longstep.Prediction, console: Console, *, json: bool) -> None:

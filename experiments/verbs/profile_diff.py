@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from sim.files import write_whole
-from sim.profile import Profile
-from sim.units import seconds
+from sim.base.files import write_whole
+from sim.base.units import seconds
+from sim.words.profile import Profile
 
 _WIDTH = 200
 """Columns of the tables in a file."""

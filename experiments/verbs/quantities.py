@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0}
 _BYTES = {"": 1.0, "B": 1.0} | {

@@ -14,8 +14,8 @@ from experiments.pages.render import PAGE_FILE
 from experiments.pages.report_page import page, plotly_js
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.writes import Writes
-from sim.errors import InputError
-from sim.files import require_outputs
+from sim.base.errors import InputError
+from sim.base.files import require_outputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,9 @@ from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import listed
 from experiments.verbs.terminal import print_json, tell, tell_assumed
 from experiments.verbs.writes import Writes
-from sim.files import require_outputs
+from sim.base.files import require_outputs
+from sim.base.units import length, percent, rate, seconds
 from sim.setup.names import CLUSTER, MODEL
-from sim.units import length, percent, rate, seconds
 
 LENGTHS = "8K,128K,1M"
 

@@ -17,12 +17,12 @@ from experiments.verbs.kinds import OptionalText
 from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import parts_line, print_json
 from experiments.verbs.writes import Writes
-from sim.breakdown import breakdown, critical_rank
-from sim.errors import RankError
-from sim.files import require_outputs
+from sim.accounts.breakdown import breakdown, critical_rank
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.errors import RankError
+from sim.base.files import require_outputs
+from sim.base.units import seconds, size
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
-from sim.units import seconds, size
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

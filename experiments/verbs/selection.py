@@ -20,9 +20,9 @@ from experiments.verbs.kinds import (
     UntypedInt,
 )
 from longstep import Setup
-from sim.errors import InputError
-from sim.setup.axes import LISTS, field_of, is_list, rows_of, values_of
-from sim.setup.documents import BY_BLOCKS, planned_by
+from sim.balance.documents import BY_BLOCKS, planned_by
+from sim.base.errors import InputError
+from sim.compare.axes import LISTS, field_of, is_list, rows_of, values_of
 from sim.setup.names import (
     CLUSTER,
     CLUSTER_HERE,

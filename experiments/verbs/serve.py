@@ -14,7 +14,7 @@ from rich.console import Console
 
 from experiments.verbs.kinds import OptionalText
 from experiments.verbs.terminal import Ticker
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 NEEDS_STARLETTE = "serve needs the packages starlette and uvicorn: pip install 'longstep[serve]'"
 HOST = "127.0.0.1"

@@ -31,11 +31,11 @@ from experiments.verbs.terminal import (
     ties,
 )
 from experiments.verbs.writes import Writes
-from sim.errors import InputError
-from sim.files import require_outputs
-from sim.setup.answer import grounds
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.errors import InputError
+from sim.base.files import require_outputs
+from sim.setup.answers.answer import grounds
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
 
 _PRICES_S = 20.0
 """What the price of memory may take; steps of very many chunks and GPUs take longer."""

@@ -18,9 +18,9 @@ from experiments.studies import study as studies
 from experiments.verbs.kinds import OptionalInt, OptionalText
 from experiments.verbs.terminal import Ticker, print_json
 from experiments.verbs.writes import Writes
-from sim.errors import InputError, none_of
-from sim.files import Output, require_outputs
-from sim.presets import read_bytes
+from sim.base.errors import InputError, none_of
+from sim.base.files import Output, require_outputs
+from sim.base.presets import read_bytes
 
 _WORDS = ("list", "claims", "all")
 """What may stand in place of a name."""

@@ -23,13 +23,13 @@ from experiments.evidence.peaks import PEAK
 from experiments.evidence.provenance import evidence_lines
 from longstep import Prediction, Setup
 from longstep import Table as Figures
-from sim.breakdown import PartName
+from sim.accounts.breakdown import PartName
+from sim.base.errors import InputError
+from sim.base.units import FEW, number, percent, seconds, size
 from sim.engine.critical import Span, shares, strip
 from sim.engine.report import Report
 from sim.engine.room import Limit, Room, by_basis
-from sim.errors import InputError
-from sim.setup.answer import Grounds, grounds, interval, named, step_time
-from sim.units import FEW, number, percent, seconds, size
+from sim.setup.answers.answer import Grounds, grounds, interval, named, step_time
 from topology.reserved import PARTS, Basis, held_by_allocator
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

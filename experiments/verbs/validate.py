@@ -54,11 +54,11 @@ from experiments.verbs.evidence import ChapterFiles, progress_bar, show_cases, w
 from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.terminal import print_json
 from experiments.verbs.writes import Writes
-from sim.errors import InputError, LongstepError
-from sim.files import Output, require_outputs
-from sim.presets import read_bytes
-from sim.profile import profile_names
-from sim.units import percent, seconds, size
+from sim.base.errors import InputError, LongstepError
+from sim.base.files import Output, require_outputs
+from sim.base.presets import read_bytes
+from sim.base.units import percent, seconds, size
+from sim.words.profile import profile_names
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sim.files import Kind, Output
+from sim.base.files import Kind, Output
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

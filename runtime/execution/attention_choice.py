@@ -8,7 +8,7 @@ import torch
 
 from runtime.execution.attention import AttentionKernel, CpuFlash
 from runtime.execution.cuda_attention import HOPPER, AtenFlash, Cudnn, FlashAttention2, FlashAttention3, MemoryEfficient
-from sim.errors import InputError, unknown
+from sim.base.errors import InputError, unknown
 from sim.schedule.derive.kernels import mask_variant
 from sim.schedule.ir.masks import Band
 from sim.schedule.ir.ops import Attend, AttendBackward, parts_of

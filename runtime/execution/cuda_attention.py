@@ -29,7 +29,7 @@ import torch
 
 from runtime.execution.attention import Backward, Forward, Saved, Tensor, TopLeft
 from runtime.execution.varlen import Segments, packed, varlen_backward, varlen_forward
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.derive.kernels import mask_variant
 from sim.schedule.ir.masks import Band, DocumentBlock
 

@@ -26,7 +26,8 @@ from runtime.execution.tensors import (
     watch_allocations,
 )
 from runtime.execution.verify import Outputs
-from sim.memory import lifetimes, walk
+from sim.accounts.memory import lifetimes, walk
+from sim.accounts.trace import Times
 from sim.schedule.ir.ops import (
     Attend,
     AttendBackward,
@@ -39,7 +40,6 @@ from sim.schedule.ir.ops import (
     Kernel,
 )
 from sim.schedule.proof.check import RankSchedule
-from sim.trace import Times
 
 ISSUE_S = 200e-6
 """What issuing an op takes a slow host."""

@@ -23,7 +23,7 @@ from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import BIASES
 from sim.schedule.model.scope import ADAPTERS, tensor_of, together, trained, units, updated
-from sim.workload import Workload
+from sim.words.workload import Workload
 
 _BLOCK = 64
 """Tokens that are drawn from one seed."""

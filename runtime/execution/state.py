@@ -8,8 +8,8 @@ from typing import assert_never
 import torch
 
 from runtime.execution.tensors import Storage
-from sim.optimiser import ADAM
 from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
+from sim.words.optimiser import ADAM
 
 Tensor = torch.Tensor
 

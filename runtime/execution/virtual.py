@@ -17,7 +17,7 @@ from runtime.execution.inputs import fill_inputs
 from runtime.execution.kernels import host_copy, run_kernel
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.execution.verify import Outputs
-from sim.errors import InputError, ScheduleError
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.matching import Key, describe
 from sim.schedule.ir.ops import (
     Attend,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sim.base.errors import InputError
 from sim.batches.batch import Batch
 from sim.batches.blocks import Blocks, cut, fitting_size, searched_sizes, written
 from sim.batches.counting import Ints
@@ -17,7 +18,6 @@ from sim.batches.hypergraph import Limits, Vertices, partitioned, vertices_of
 from sim.batches.planned import Planned, require_ranks, timed
 from sim.batches.seconds import PlanCosts, plan_seconds
 from sim.batches.statistics import TokenBytes
-from sim.errors import InputError
 from sim.schedule.ir.plan import Plan
 
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sim.base.errors import InputError
 from sim.batches.batch import Batch
 from sim.batches.blocks import Blocks, cut, fitting_size, written
 from sim.batches.counting import Ints
 from sim.batches.planned import Planned, require_ranks, timed
-from sim.errors import InputError
 from sim.schedule.ir.plan import Plan
 
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.base.errors import InputError
 from sim.batches.batch import Batch
 from sim.batches.blocks import between, written
 from sim.batches.counting import Ints, pairs_kept
 from sim.batches.planned import Planned, require_ranks, timed
-from sim.errors import InputError
 from sim.schedule.ir.plan import Plan
 
 Floats = NDArray[np.float64]

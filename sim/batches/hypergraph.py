@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.base.errors import InputError
 from sim.batches.blocks import Blocks
 from sim.batches.counting import Ints
-from sim.errors import InputError
 
 _SCALE = 1 << 24
 """Whole weights that each sort of vertex sums to: Mt-KaHyPar counts in integers of 32 bits."""

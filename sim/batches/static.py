@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sim.base.errors import InputError, LengthError, unknown
 from sim.batches.batch import Batch
 from sim.batches.counting import Ints, pairs_kept
 from sim.batches.planned import Planned, Transport, require_ranks, timed
-from sim.errors import InputError, LengthError, unknown
-from sim.options import LayoutName
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.plan import Plan, Task
+from sim.words.options import LayoutName
 
 
 def ring(batch: Batch, num_ranks: int, layout: LayoutName = "contiguous") -> Planned:

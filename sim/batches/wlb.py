@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from sim.base.errors import InputError
 from sim.batches.batch import Batch
 from sim.batches.counting import Ints, pairs_in_band
 from sim.batches.planned import Planned, require_ranks, timed
 from sim.batches.seconds import KernelSeconds
-from sim.errors import InputError
 from sim.schedule.ir.masks import Band, Span
 from sim.schedule.ir.plan import Plan, Task
 

@@ -9,8 +9,8 @@ from itertools import pairwise, permutations, repeat
 from operator import add
 from typing import Literal, NamedTuple
 
+from sim.base.errors import InputError
 from sim.engine.ways import by_node, passes, ways_of
-from sim.errors import InputError
 from topology.cluster import Cluster, Route
 from topology.direct import closed_ways
 from topology.direct import direct as direct_of

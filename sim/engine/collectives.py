@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from sim.base.errors import InputError
 from sim.engine.algorithms import (
     Gathers,
     LinkTraffic,
@@ -24,7 +25,6 @@ from sim.engine.algorithms import (
     straight,
     trees,
 )
-from sim.errors import InputError
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Hashable
 from functools import cache, partial
 from typing import NamedTuple
 
+from sim.base.errors import InputError
+from sim.base.kept import kept
+from sim.base.presets import converted
 from sim.engine.algorithms import slowest_link
 from sim.engine.channels import Peer, cores_of_threads, held_by_collective, held_by_messages, peer_of
 from sim.engine.collectives import algorithm, link_name, link_traffic, slowest_of_kind, usual_traffic, width_of
@@ -17,11 +20,6 @@ from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, 
 from sim.engine.series import Figures
 from sim.engine.transfer_table import Spread, TransferTable, waits_s
 from sim.engine.ways import by_node
-from sim.errors import InputError
-from sim.kept import kept
-from sim.options import Place
-from sim.presets import converted
-from sim.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
 from sim.schedule.derive.kernels import ELEMENTWISE, KernelUse, in_place_of
 from sim.schedule.ir.ops import (
     FETCH,
@@ -38,7 +36,9 @@ from sim.schedule.ir.ops import (
 )
 from sim.schedule.ir.program import Program
 from sim.software.host import HostAdam, host_adam, one_pass
-from sim.workload import FLOATS, Dtype
+from sim.words.options import Place
+from sim.words.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
+from sim.words.workload import FLOATS, Dtype
 from topology.cluster import Cluster, Route
 from topology.specs import ClusterSpec
 from topology.switches import GROUP as SWITCHES

@@ -27,7 +27,7 @@ from sim.engine.lowered import (
 from sim.engine.simulate import Simulation
 from sim.engine.work import played, work_of
 from sim.schedule.derive.kernels import KernelUse
-from sim.workload import FLOATS
+from sim.words.workload import FLOATS
 from topology.cluster import Cluster
 
 HOST, SMS, MEMORY = "host", "SMs", "hbm"

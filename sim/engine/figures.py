@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sim.profile import Profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
+from sim.words.profile import Profile
 from topology.specs import ClusterSpec
 
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sim.mesh import Mesh
 from sim.schedule.proof.check import Checked
+from sim.words.mesh import Mesh
 from topology.cluster import Cluster
 
 _NAMED = 8

@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from sim.breakdown import critical_rank, overlapped_s
+from sim.accounts.breakdown import critical_rank, overlapped_s
+from sim.accounts.trace import Trace
+from sim.base.kept import kept
 from sim.engine.cost import measured_cluster
 from sim.engine.learned import Learned, Reach, shipped
 from sim.engine.regime import regime
 from sim.engine.simulate import Simulation, simulate
-from sim.kept import kept
-from sim.profile import Bound, Profile
-from sim.trace import Trace
+from sim.words.profile import Bound, Profile
 
 _BOUNDS: tuple[Bound, Bound] = ("low", "high")
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.base.errors import InputError
+from sim.base.kept import kept
 from sim.engine.cost import CostModel
 from sim.engine.fold import Fold
 from sim.engine.lowered import lowered
-from sim.errors import InputError
-from sim.kept import kept
 from sim.schedule.proof.check import Checked
 
 KERNELS = 0.0127

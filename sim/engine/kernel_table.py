@@ -9,9 +9,9 @@ from functools import cache
 from sim.engine.load import Load
 from sim.engine.series import Figures, Series, Work, between
 from sim.engine.tiles import TiledAttention, beyond_range
-from sim.profile import TRANSFERS, Point, Profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse
-from sim.workload import Dtype
+from sim.words.profile import TRANSFERS, Point, Profile
+from sim.words.workload import Dtype
 
 
 class KernelTable:

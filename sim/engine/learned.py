@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from sim.base.presets import from_json
 from sim.engine.regime import Regime
-from sim.presets import from_json
 
 BEYOND = 0.05
 """Share of measured steps that may lie beyond each end."""

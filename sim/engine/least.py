@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, assert_never
 
+from sim.base.kept import kept
 from sim.engine.ways import by_node
-from sim.kept import kept
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster, Route
 from topology.kinds import DIRECT

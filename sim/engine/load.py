@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from sim.profile import Profile
 from sim.schedule.derive.kernels import KernelUse
+from sim.words.profile import Profile
 
 
 class Load:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.errors import InputError
-from sim.kept import kept
+from sim.base.errors import InputError
+from sim.base.kept import kept
 from sim.schedule.derive.kernels import KernelUse, use_of
 from sim.schedule.derive.matching import Key
 from sim.schedule.derive.replicas import whole_group

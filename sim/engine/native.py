@@ -9,11 +9,11 @@ from typing import Any, assert_never
 
 import numpy as np
 
+from sim.base.errors import InputError
 from sim.engine.cost import CostModel
 from sim.engine.jitter import Stretch
 from sim.engine.lowered import Array, Lowered, Times
 from sim.engine.phases import Activity, Flow, Latency, Wait
-from sim.errors import InputError
 from sim.native.library import load
 from topology.cluster import Cluster
 from topology.host import num_cores

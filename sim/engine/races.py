@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sim.breakdown import critical_rank
+from sim.accounts.breakdown import critical_rank
 from sim.engine.lowered import COLLECTIVE, EXCHANGE, KERNEL, Array, lowered
 from sim.engine.native import held
 from sim.engine.phases import Flow

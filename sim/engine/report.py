@@ -8,7 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from sim.breakdown import PartName, breakdown, critical_rank
+from sim.accounts.breakdown import PartName, breakdown, critical_rank
+from sim.accounts.memory import MemoryWalk, walks
+from sim.base.garbage import garbage_collection_off
 from sim.engine.interval import Interval, interval
 from sim.engine.least import Need, needs, rate
 from sim.engine.races import races
@@ -16,13 +18,11 @@ from sim.engine.room import Room, Verdict, held_by_socket, room_of, tiers
 from sim.engine.sensitivity import NOT_ASKED, bound
 from sim.engine.simulate import Simulation
 from sim.engine.work import Work, of_routes, played, work_of
-from sim.garbage import garbage_collection_off
-from sim.memory import MemoryWalk, walks
-from sim.profile import Rates
 from sim.schedule.ir.program import Claims
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
+from sim.words.profile import Rates
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 

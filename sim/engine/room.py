@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from sim.footprint import Footprint, footprint
-from sim.memory import MemoryWalk, Term
+from sim.accounts.footprint import Footprint, footprint
+from sim.accounts.memory import MemoryWalk, Term
 from sim.schedule.ir.program import Header
 from topology.cluster import Cluster
 from topology.fabrics import socket_of

@@ -15,7 +15,7 @@ from sim.engine.lowered import Lowered
 from sim.native.library import UnavailableError
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
-from sim.workload import Scope, Workload, load_model
+from sim.words.workload import Scope, Workload, load_model
 from topology.cluster import Cluster, load_cluster
 
 

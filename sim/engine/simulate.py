@@ -14,18 +14,18 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.accounts.trace import Trace
+from sim.base.errors import InputError, ScheduleError
+from sim.base.garbage import garbage_collection_off
 from sim.engine import native
 from sim.engine.cost import CostModel
 from sim.engine.fold import Fold, fold
 from sim.engine.jitter import STEADY, Jitter, Stretch
 from sim.engine.lowered import Lowered, Times, lowered
-from sim.errors import InputError, ScheduleError
-from sim.garbage import garbage_collection_off
 from sim.native.library import UnavailableError
-from sim.profile import Profile
 from sim.schedule.ir.program import require_checked
 from sim.schedule.proof.check import Checked
-from sim.trace import Trace
+from sim.words.profile import Profile
 from topology.cluster import Cluster
 
 Engine = Literal["auto", "simpy", "native"]

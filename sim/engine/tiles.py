@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.engine.series import BEYOND_RANGE
-from sim.profile import Point, TileModel
 from sim.schedule.derive.kernels import TILE, KernelUse
+from sim.words.profile import Point, TileModel
 
 _ROUNDING = 1e-9
 """Of a logarithm."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from sim.engine.channels import Peer, peer_of
 from sim.engine.series import BEYOND_RANGE, Curve, Figures, between
-from sim.profile import TRANSFERS, Point, Profile
+from sim.words.profile import TRANSFERS, Point, Profile
 from topology.specs import ClusterSpec
 
 

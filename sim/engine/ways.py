@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from sim.kept import kept
+from sim.base.kept import kept
 from topology.cluster import Cluster, Route
 
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sim.base.kept import kept
 from sim.engine.collectives import link_traffic
 from sim.engine.cost import host_bytes
 from sim.engine.lowered import lowered
-from sim.kept import kept
 from sim.schedule.ir.ops import OFFLOAD, CollectiveName, HostCopy
 from sim.schedule.proof.check import Checked
-from sim.workload import Dtype
+from sim.words.workload import Dtype
 from topology.cluster import Cluster
 
 

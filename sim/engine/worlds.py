@@ -23,7 +23,7 @@ from sim.engine.lowered import Array, Lowered, lowered
 from sim.engine.phases import Activity, Flow
 from sim.engine.simulate import Simulation
 from sim.native.library import load
-from sim.profile import Profile
+from sim.words.profile import Profile
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 

@@ -14,8 +14,8 @@ from sim.batches.planned import Planned
 from sim.batches.static import all_gather, ring
 from sim.batches.statistics import TokenBytes
 from sim.batches.wlb import wlb
-from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Rectangle, Span
+from sim.words.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
 
 Pairs = set[tuple[int, int]]
 

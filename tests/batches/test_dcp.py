@@ -8,6 +8,8 @@ import math
 import numpy as np
 import pytest
 
+from sim.balance.planners import PLANNERS, asked_of
+from sim.base.errors import InputError
 from sim.batches import hypergraph
 from sim.batches.batch import Batch, batch
 from sim.batches.blocks import cut, fitting_size
@@ -19,12 +21,10 @@ from sim.batches.planned import Planned
 from sim.batches.seconds import PlanCosts, plan_seconds
 from sim.batches.static import ring
 from sim.batches.statistics import Statistics, TokenBytes, statistics, token_bytes
-from sim.errors import InputError
-from sim.patterns import AttentionSink
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.plan import Plan, Task
-from sim.setup.planners import PLANNERS, asked_of
 from sim.setup.setup import Setup
+from sim.words.patterns import AttentionSink
 
 HEADS = token_bytes(8, 2, 128, 2)
 

@@ -16,9 +16,9 @@ from calibrate.published.reading import transfer_point
 from runtime.processes.launch import Session
 from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
-from sim.profile import Slowdown
 from sim.schedule.ir.ops import AllReduce, AllToAll
 from sim.schedule.ir.views import Split, View
+from sim.words.profile import Slowdown
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec

@@ -31,14 +31,14 @@ from calibrate.residuals import repeat
 from experiments.verbs import calibrate as verb
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
+from sim.base.errors import RankError
 from sim.engine.cost import measured_cluster
 from sim.engine.simulate import simulate
-from sim.errors import RankError
-from sim.profile import Machine, Point, Profile, load_profile
 from sim.schedule.derive.kernels import attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.profile import Machine, Point, Profile, load_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import make_checked, make_model
 from topology.cluster import Cluster, load_cluster
 from topology.host import HostFacts, with_facts

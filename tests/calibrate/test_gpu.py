@@ -20,14 +20,14 @@ from calibrate.residuals import explained
 from runtime.execution.attention_choice import NAMES
 from runtime.processes.launch import Session
 from sim.engine.cost import CostModel, measured_cluster
-from sim.options import Place
-from sim.profile import HOST_COPIES, PAGEABLE_COPIES, Profile, save_profile
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import HostCopy
 from sim.schedule.write.builder import ProgramBuilder
 from sim.setup.setup import Setup
-from sim.workload import Workload, load_model
+from sim.words.options import Place
+from sim.words.profile import HOST_COPIES, PAGEABLE_COPIES, Profile, save_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 

@@ -20,9 +20,9 @@ from runtime.processes.launch import Session
 from sim.engine.cost import CostModel
 from sim.engine.phases import Flow
 from sim.engine.simulate import simulate
-from sim.profile import Machine, Point, Profile, Slowdown
 from sim.schedule.proof.check import check
-from sim.workload import load_model
+from sim.words.profile import Machine, Point, Profile, Slowdown
+from sim.words.workload import load_model
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 from topology.host import HostFacts, with_facts

@@ -29,11 +29,11 @@ from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.phases import Flow
 from sim.engine.tiles import use_of
-from sim.profile import TRANSFERS, Issue, Point, Profile, Spread, load_profile, shipped_profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, SCATTERED, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from sim.schedule.ir.views import Split, View
+from sim.words.profile import TRANSFERS, Issue, Point, Profile, Spread, load_profile, shipped_profile
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 

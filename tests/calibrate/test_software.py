@@ -18,7 +18,7 @@ from calibrate.software.log import Call, Log
 from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula
 from calibrate.software.tables import SOFTWARE, counted, derived, encoded, version
 from calibrate.software.transformers_modules import FAMILIES, Modules
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.software.counted import Formula, counted_names, load_counted
 from tests.reading_code import ROOT
 

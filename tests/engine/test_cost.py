@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.base.errors import InputError
+from sim.base.presets import override
 from sim.engine.cost import CostModel
 from sim.engine.kernel_table import KernelTable
 from sim.engine.phases import Activity, Flow, Latency, Wait
@@ -16,14 +18,12 @@ from sim.engine.report import floors
 from sim.engine.series import Figures, Series, Work
 from sim.engine.simulate import simulate
 from sim.engine.transfer_table import waits_s
-from sim.errors import InputError
-from sim.presets import override
-from sim.profile import SLICE_BACK, Issue, Machine, Point, Profile, load_profile
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, DocumentBlock, Span
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message
 from sim.schedule.ir.views import Split, View
-from sim.workload import Workload
+from sim.words.profile import SLICE_BACK, Issue, Machine, Point, Profile, load_profile
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 from topology.lab import lab_spec

@@ -12,7 +12,7 @@ from sim.engine.critical import Span, critical_path, shares, strip
 from sim.engine.sensitivity import elasticities
 from sim.engine.simulate import simulate
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.engine.test_engines import requires_compiler
 from tests.engine.test_what_ifs import configurations
 from tests.helpers import make_checked, make_cluster_spec, make_model

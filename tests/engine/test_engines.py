@@ -18,20 +18,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from sim.base.errors import InputError
 from sim.engine import native, reference, selfcheck
 from sim.engine.cost import CostModel
 from sim.engine.fold import Fold
 from sim.engine.lowered import Lowered, Times
 from sim.engine.simulate import STEADY, Jitter, simulate
-from sim.errors import InputError
-from sim.mesh import Mesh
 from sim.native.library import UnavailableError, load
-from sim.profile import Profile, load_profile
 from sim.schedule.ir.ops import Accumulate, AllReduce, Exchange, HostAdamW, HostSync, Message
 from sim.schedule.ir.program import Communicator, Header, Schedule
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Dtype, Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.profile import Profile, load_profile
+from sim.words.workload import Dtype, Workload, load_model
 from tests.helpers import DRAWN, OFFLOADED, make_checked, make_model, uses_host_memory
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, LinkSpec, PerGpu

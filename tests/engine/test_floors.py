@@ -16,7 +16,7 @@ from sim.engine.report import floors
 from sim.schedule.ir.ops import OFFLOAD, Collective, CollectiveName, HostCopy
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import NicSpec

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from sim.base.errors import InputError
 from sim.engine.collectives import link_traffic
 from sim.engine.cost import CostModel
 from sim.engine.figures import HOST, figures_of
@@ -18,12 +19,11 @@ from sim.engine.report import report
 from sim.engine.sensitivity import played_s
 from sim.engine.simulate import STEADY, Engine, Jitter, Prepared, Simulation
 from sim.engine.worlds import Change, worlds
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.profile import Profile, load_profile
 from sim.schedule.methods import ulysses
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.profile import Profile, load_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import DRAWN, OFFLOADED, VARIANTS, make_model, uses_host_memory
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, NicSpec, PerGpu

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 import longstep
+from sim.base.errors import InputError
 from sim.engine.cost import CostModel, host_passes
 from sim.engine.jitter import STEADY
 from sim.engine.phases import Flow
-from sim.errors import InputError
-from sim.options import HostOptimiserName
-from sim.profile import Profile, load_profile
 from sim.schedule.ir.ops import HostAdamW
 from sim.schedule.ir.program import Program
 from sim.schedule.write.builder import ProgramBuilder
 from sim.software.host import host_adam, one_pass, updating
-from sim.workload import Workload
+from sim.words.options import HostOptimiserName
+from sim.words.profile import Profile, load_profile
+from sim.words.workload import Workload
 from tests.engine.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import make_model
 from tests.schedule.test_step import make_step, step

@@ -7,16 +7,16 @@ import math
 import msgspec
 import pytest
 
-from sim.breakdown import critical_rank, overlapped_s
+from sim.accounts.breakdown import critical_rank, overlapped_s
 from sim.engine.interval import Interval, _by_points
 from sim.engine.interval import interval as learned_interval
 from sim.engine.learned import LEAST, NOTHING, Learned, StepErrors
 from sim.engine.report import report
 from sim.engine.simulate import Engine, Jitter, Simulation, simulate
-from sim.profile import Issue, Machine, Point, Profile, Spread, Sustained
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload
+from sim.words.profile import Issue, Machine, Point, Profile, Spread, Sustained
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import longstep
+from sim.base.errors import InputError
 from sim.engine.cost import CostModel
 from sim.engine.fold import Fold
 from sim.engine.interval import interval
@@ -16,11 +17,10 @@ from sim.engine.jitter import CHIPS, HANDOFFS, STEADY, Jitter
 from sim.engine.learned import NOTHING
 from sim.engine.report import report
 from sim.engine.simulate import Engine, Simulation, simulate
-from sim.errors import InputError
-from sim.profile import at_rates, load_profile
 from sim.schedule.ir import ops
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload, load_model
+from sim.words.profile import at_rates, load_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import make_checked
 from topology.cluster import Cluster, load_cluster
 

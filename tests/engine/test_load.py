@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 import longstep
+from sim.base.errors import InputError
 from sim.engine.cost import CostModel
 from sim.engine.interval import interval
 from sim.engine.learned import NOTHING
 from sim.engine.load import Load
-from sim.errors import InputError
-from sim.profile import Bound, PowerLaw, Profile, Sustained, at_rates, load_profile
 from sim.schedule.derive.kernels import KernelUse
+from sim.words.profile import Bound, PowerLaw, Profile, Sustained, at_rates, load_profile
 from topology.cluster import Cluster, load_cluster
 
 GEMM = KernelUse("gemm", "", "bf16", (4096, 4096, 4096), 2 * 4096**3, 3 * 2 * 4096**2)

@@ -10,7 +10,7 @@ from sim.schedule.ir import ops
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_model
 
 ARRAYS = (

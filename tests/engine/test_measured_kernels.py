@@ -10,8 +10,8 @@ import pytest
 
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.tiles import use_of
-from sim.profile import TRANSFERS, Point, load_profile
 from sim.schedule.derive.kernels import KernelUse
+from sim.words.profile import TRANSFERS, Point, load_profile
 from topology.cluster import Cluster
 
 SHIPPED = sorted(

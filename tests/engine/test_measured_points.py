@@ -19,9 +19,9 @@ from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import Flow, Latency
 from sim.engine.transfer_table import spread_of
-from sim.profile import TRANSFERS, Point, Profile, load_profile
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from sim.schedule.ir.views import Split, View
+from sim.words.profile import TRANSFERS, Point, Profile, load_profile
 from tests.helpers import slow_but
 from topology.cluster import Cluster
 

@@ -8,12 +8,12 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from sim.accounts.trace import Trace
 from sim.engine.simulate import Engine, simulate
-from sim.mesh import Mesh
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.hops import MessageForm
-from sim.trace import Trace
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import Variant, make_cluster_spec, make_model
 from topology.cluster import Cluster
 from topology.specs import HbmSpec, LinkSpec

@@ -7,7 +7,7 @@ import pytest
 
 from sim.engine.regime import Regime, _host_s, _kernels_s, regime
 from sim.engine.simulate import simulate
-from sim.profile import Issue, Spread
+from sim.words.profile import Issue, Spread
 from tests.engine.test_interval import CLUSTER, WORK, make_profile
 from tests.helpers import make_checked, make_cluster_spec
 from topology.cluster import Cluster

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from sim.accounts.memory import TERMS, counters, terms_in_use, walks
+from sim.accounts.trace import to_chrome
 from sim.engine.report import Report
 from sim.engine.room import BASIS, Room
-from sim.memory import TERMS, counters, terms_in_use, walks
-from sim.setup.room import room
+from sim.plan.search.room import room
 from sim.setup.setup import Setup
-from sim.trace import to_chrome
 from topology.reserved import OF_CUDA
 
 

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET, UnsetType
 
-from sim.breakdown import breakdown
+from sim.accounts.breakdown import breakdown
+from sim.accounts.trace import Trace
+from sim.base.errors import InputError
 from sim.engine.network import _SLACK
 from sim.engine.report import floors, report
 from sim.engine.simulate import simulate
-from sim.errors import InputError
-from sim.mesh import Mesh
 from sim.schedule.ir.masks import FULL, Span
 from sim.schedule.ir.ops import OFFLOAD, AllGather, Attend, HostSync
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.builder import ProgramBuilder
-from sim.trace import Trace
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, DramSpec, LinkSpec, NicSpec, PcieSpec, PerGpu, SocketSpec

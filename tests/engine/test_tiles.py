@@ -9,9 +9,9 @@ import pytest
 
 from calibrate.tiles import fitted_tiles, tile_models
 from sim.engine.tiles import TiledAttention, busiest, tiled_s
-from sim.profile import Point, TileModel
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
+from sim.words.profile import Point, TileModel
 
 SMS = 10
 MODEL = TileModel(kernel="attention_forward", dtype="bf16", head_dim=64, fixed_s=5e-6, tile_s=2e-6, pair_s=1e-6)

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from calibrate.published import PUBLISHED, between_nodes
+from sim.base.presets import override
 from sim.engine.channels import peer_of
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.least import least_seconds, needs
 from sim.engine.phases import Activity, Flow, Latency
-from sim.presets import override
-from sim.profile import load_profile
+from sim.words.profile import load_profile
 from tests.engine.test_measured_points import COLLECTIVES
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster

@@ -30,8 +30,8 @@ def few_points(command: Calibrate, _: object) -> None:
     """Calibrate as of a GPU, one rank at a time, but a few kernels only."""
     from calibrate.gpu import GpuCalibration
     from calibrate.plan import Plan
-    from sim.profile import save_profile
-    from sim.workload import load_model
+    from sim.words.profile import save_profile
+    from sim.words.workload import load_model
     from topology.cluster import load_cluster
 
     assert command.out
@@ -45,7 +45,7 @@ def few_points(command: Calibrate, _: object) -> None:
 
 def in_place_of_a_gpu(gpus: int) -> dict[str, Any]:
     """Return what of the recipe's is replaced, by name, for a host with so many devices."""
-    from sim.profile import load_profile
+    from sim.words.profile import load_profile
 
     return {
         "gpu_here": lambda: ("host", "toy"),

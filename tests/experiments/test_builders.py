@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from sim.base.errors import InputError
 from sim.engine.simulate import simulate
-from sim.errors import InputError
 from sim.setup.names import OwnSchedule
 from sim.setup.setup import Setup
 from topology.cluster import Cluster
@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from sim.mesh import Mesh
+from sim.words.mesh import Mesh
 from sim.schedule.methods import ring, ulysses
 from sim.schedule.methods.ring import RingOptions
 from sim.schedule.derive.kernels import kernel_uses

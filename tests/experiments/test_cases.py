@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from experiments.evidence.cases import FOLDER, case_fields, read_cases, setup_of
-from sim.errors import InputError
-from sim.presets import preset_names
-from sim.profile import load_profile
+from sim.base.errors import InputError
+from sim.base.presets import preset_names
 from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
 from sim.software.attention import attending
+from sim.words.profile import load_profile
 from tests.experiments.case_files import OWN, one_case
 from tests.helpers import slow_but
 

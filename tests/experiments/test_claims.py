@@ -14,7 +14,7 @@ from experiments.studies import all_nics, claims
 from experiments.studies.claims import Claim, Verdict, judged, markdown, needed
 from experiments.studies.study import names, study
 from experiments.verbs.cli import main
-from sim.errors import InputError
+from sim.base.errors import InputError
 from topology.cluster import Cluster
 from topology.specs import LinkSpec
 

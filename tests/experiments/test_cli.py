@@ -23,19 +23,19 @@ from experiments.evidence.provenance import command_line
 from experiments.verbs.cli import main
 from experiments.verbs.validate import Validate, validate
 from longstep import predict, table
+from sim.base.errors import InputError
+from sim.base.presets import preset_names
 from sim.engine.report import Report
-from sim.errors import InputError
-from sim.presets import preset_names
-from sim.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
 from sim.schedule.ir.program import Schedule
+from sim.words.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
 from tests.helpers import slow_but, traces_in
 from topology.cluster import load_cluster
 
 ROOT = Path(__file__).parents[2]
 OWN = """
-from sim.mesh import Mesh
+from sim.words.mesh import Mesh
 from sim.schedule.methods import ring
-from sim.workload import Workload
+from sim.words.workload import Workload
 
 
 def build(workload: Workload, mesh: Mesh):
@@ -861,8 +861,8 @@ def test_the_base_install_simulates_without_torch() -> None:
 @pytest.mark.gloo
 def test_the_words_need_neither_torch_nor_simpy() -> None:
     words = (
-        "import sim, sim.schedule.methods.catalog, sim.schedule.proof.check, sim.profile, sim.memory, sim.breakdown, "
-        "topology.cluster"
+        "import sim, sim.schedule.methods.catalog, sim.schedule.proof.check, sim.words.profile, sim.accounts.memory, "
+        "sim.accounts.breakdown, topology.cluster"
     )
     ended = without({"torch", "simpy"}, words)
     assert ended.returncode == 0, ended.stderr

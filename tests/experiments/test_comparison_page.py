@@ -10,11 +10,11 @@ import pytest
 from experiments.evidence.comparison import Comparison, laid_side_by_side, measured
 from experiments.pages.comparison_page import page
 from runtime.run import Step
-from sim.breakdown import PARTS, breakdown
+from sim.accounts.breakdown import PARTS, breakdown
+from sim.accounts.trace import Player, Trace
 from sim.engine.report import report
 from sim.engine.simulate import simulate
-from sim.trace import Player, Trace
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
 from tests.helpers import make_checked, make_cluster_spec, make_model, trace_of
 from topology.cluster import Cluster

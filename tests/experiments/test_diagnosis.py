@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.evidence.diagnosis import diagnosis
-from sim.trace import Player, Row, Trace
+from sim.accounts.trace import Player, Row, Trace
 from tests.helpers import trace_of
 
 

@@ -13,9 +13,9 @@ from experiments.recipes.__main__ import main
 from experiments.recipes.doctor import PLANTED, DoctorRecord, DoctorRun, Planted, diagnosed, said_of
 from experiments.verbs.cli import open_console
 from longstep import InputError, Setup
-from sim.memory import walks
-from sim.profile import Machine
-from sim.setup.hypotheses import MACHINES, PROGRAMS
+from sim.accounts.memory import walks
+from sim.diagnose.hypotheses import MACHINES, PROGRAMS
+from sim.words.profile import Machine
 
 PROGRAM_FAULTS = [one for one in PLANTED if one.program(said_of("zigzag", "2K", "datasheet", one.scope)) != said_of(
     "zigzag", "2K", "datasheet", one.scope)]  # fmt: skip

@@ -19,9 +19,9 @@ from experiments.evidence.published import predicted
 from experiments.evidence.record import judged, read_record
 from experiments.verbs.cli import main
 from runtime.execution.verify import BOUNDS
-from sim.profile import Profile, load_profile, save_profile
 from sim.setup.setup import Setup
-from sim.workload import Dtype, ModelSpec, Workload, load_model
+from sim.words.profile import Profile, load_profile, save_profile
+from sim.words.workload import Dtype, ModelSpec, Workload, load_model
 from tests.helpers import slow_but, traces_in
 from topology.specs import ClusterSpec
 

@@ -20,12 +20,12 @@ from experiments.evidence.published import predicted, provenance
 from experiments.evidence.record import RECORD_FILE, Record, begun, judged, read_record, save_record
 from experiments.verbs.cells import CellSelection
 from experiments.verbs.cli import main, with_flags
+from sim.base.errors import InputError
 from sim.engine.cost import CostModel
 from sim.engine.fold import Fold
 from sim.engine.jitter import Jitter, Stretch
-from sim.errors import InputError
-from sim.profile import load_profile, save_profile
 from sim.setup.setup import Setup
+from sim.words.profile import load_profile, save_profile
 from tests.experiments.test_sweep_page import RING, make_found, make_record
 from tests.helpers import slow_but
 

@@ -11,7 +11,7 @@ import pytest
 import longstep
 from experiments.evidence.executed_skew import executed_skews
 from experiments.verbs.cli import main
-from sim.setup.planners import PLANNERS
+from sim.balance.planners import PLANNERS
 
 LENGTHS = (1900, 130, 700, 512, 340, 180, 160, 100, 74)
 """4,096 tokens, one document nearly half of them."""

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.pages.fabric_page import draw, figure
 from experiments.verbs.cli import main
-from sim.errors import InputError
+from sim.base.errors import InputError
 from topology.cluster import load_cluster
 from topology.kinds import (
     CircuitsSpec,

@@ -9,7 +9,7 @@ import pytest
 from experiments.evidence.cases import Case, CaseFile, HostFigures, fit_cases, read_cases
 from experiments.evidence.host_fit import host_figures
 from experiments.evidence.published import CasePrediction, Evidence, fitted_from, judged_groups
-from sim.errors import InputError
+from sim.base.errors import InputError
 from tests.experiments.case_files import OWN
 
 FIT = """

@@ -21,9 +21,9 @@ from experiments.pages.chapter import lab_section
 from experiments.pages.lab_page import figure, page
 from experiments.verbs.cli import main
 from runtime.lab.lab import why_not
-from sim.errors import InputError
-from sim.profile import Point, Profile, load_profile, save_profile
-from sim.units import percent
+from sim.base.errors import InputError
+from sim.base.units import percent
+from sim.words.profile import Point, Profile, load_profile, save_profile
 
 ROOT = Path(__file__).parents[2]
 A100 = str(ROOT / "sim" / "profiles" / "a100-sxm.json")
@@ -281,7 +281,7 @@ def calibrated(own_profiles: Path) -> Profile:
     from topology.host import host_facts
 
     spec = load_cluster("host")
-    from sim.profile import Machine
+    from sim.words.profile import Machine
 
     machine = Machine(gpu=spec.gpu.name, cores=host_facts().cores, software={"longstep": "0"})
     profile = Profile(

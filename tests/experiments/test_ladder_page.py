@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.pages.ladder_page import bars, page
-from sim.memory import TERMS
+from sim.accounts.memory import TERMS
 from topology.cluster import load_cluster
 
 GIB = 2**30

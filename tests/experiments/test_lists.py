@@ -9,8 +9,8 @@ import pytest
 
 from experiments.verbs.cli import main, parse
 from longstep import Setup
-from sim.errors import InputError
-from sim.setup.axes import MOST_TYPED, rows_of, values_of
+from sim.base.errors import InputError
+from sim.compare.axes import MOST_TYPED, rows_of, values_of
 from tests.experiments.test_cli import fails, run, simulate
 
 TINY = ("--model", "tiny", "--cluster", "hgx-h100", "--scope", "attention", "--seeds", "1")

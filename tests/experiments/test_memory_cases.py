@@ -18,10 +18,10 @@ from experiments.evidence.memory_cases import (
 )
 from experiments.evidence.published import Evidence, judged_groups
 from experiments.verbs.cli import main
-from sim.errors import InputError
-from sim.presets import load_toml
-from sim.setup.fit import PER_OCTAVE
-from sim.setup.room import room
+from sim.base.errors import InputError
+from sim.base.presets import load_toml
+from sim.plan.fit import PER_OCTAVE
+from sim.plan.search.room import room
 
 FILE = """
 title = "Our cluster"

@@ -15,7 +15,7 @@ from experiments.pages.charts import BYTES, NUMBER, SECONDS, Chart, Point, bars,
 from experiments.pages.still import still
 from experiments.pages.sweep_chapter import sweep_charts
 from experiments.serve.jobs import Jobs
-from sim.setup import charts_shown
+from sim.setup.answers import charts as charts_shown
 
 TINY: dict[str, Any] = {"model": "tiny", "cluster": "hgx-h100", "gpus": 2, "layers": 2, "seq": "8K"}
 SCRIPT = "<script>alert('&')</script>"

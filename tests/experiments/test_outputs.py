@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.verbs.cli import main
-from sim.profile import load_profile, save_profile
+from sim.words.profile import load_profile, save_profile
 
 FOREIGN = '{"traceEvents": [], "name": "somebody else\'s", "longstep": 1}\n'
 ON_H100 = ("--model", "tiny", "--cluster", "hgx-h100", "--gpus", "2", "--seq", "1K", "--profile", "datasheet")

@@ -30,7 +30,7 @@ from experiments.pages.pictures import Picture
 from experiments.pages.report_page import page as report
 from experiments.pages.study_page import Line, Spread, lengths, lines, shares, spreads, winners
 from experiments.pages.study_page import page as study
-from sim.units import length
+from sim.base.units import length
 from tests.experiments.case_files import OWN
 from tests.experiments.reading import Read
 from tests.experiments.test_comparison_page import make_comparison

@@ -10,7 +10,7 @@ import pytest
 from calibrate.profile_diff import shipped_of
 from experiments.verbs.cli import main, open_console
 from experiments.verbs.profile_diff import write_profile_diffs
-from sim.profile import load_profile, save_profile
+from sim.words.profile import load_profile, save_profile
 
 WIDE = 300
 """Columns in which no row is broken."""

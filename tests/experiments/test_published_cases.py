@@ -26,11 +26,11 @@ from experiments.evidence.published import (
     r_squared,
 )
 from experiments.verbs.cli import main
-from sim.errors import InputError, LengthError
+from sim.accounts.trace import Row
+from sim.base.errors import InputError, LengthError
 from sim.schedule.methods.single_op import Attended, Sent
 from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
-from sim.trace import Row
 from tests.experiments.case_files import OPS, OWN, one_case
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
 from tests.helpers import trace_of

@@ -27,9 +27,9 @@ from experiments.recipes.carry import ROOT, folder_of, lacking, needed_by_tests,
 from experiments.verbs.cli import open_console
 from experiments.verbs.run import Run
 from experiments.verbs.validate import Validate
-from sim.errors import InputError, RankError
-from sim.profile import load_profile, save_profile
+from sim.base.errors import InputError, RankError
 from sim.schedule.methods.catalog import SCHEDULES
+from sim.words.profile import load_profile, save_profile
 from tests.experiments.rehearsal import in_place_of_a_gpu, small_plan
 from tests.experiments.test_sweep_page import make_profile
 

@@ -16,8 +16,8 @@ from experiments.serve.offers import offers
 from experiments.serve.question import Dropped, Question, said_of, setup_of
 from experiments.verbs.cli import parse
 from experiments.verbs.simulate import Simulate
-from sim.errors import InputError
-from sim.setup.fit import longest
+from sim.base.errors import InputError
+from sim.plan.fit import longest
 from sim.setup.spelled import command_of, python_of
 from tests.experiments.page_changes import FIRST, changed
 from tests.reading_code import ROOT

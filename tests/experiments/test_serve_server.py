@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from experiments.serve.question import Question, setup_of
-from sim.errors import LongstepError
+from sim.base.errors import LongstepError
 from tests.experiments.page_changes import FIRST, changed
 from tests.experiments.serving import asked, memory_mb, served, tree, until
 from tests.experiments.test_cli import fails

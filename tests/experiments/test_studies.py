@@ -13,7 +13,7 @@ from experiments.studies import balancing
 from experiments.studies.claims import needed
 from experiments.studies.study import names, study
 from experiments.verbs.cli import main
-from sim.setup.balance import LOWER_BOUND
+from sim.balance.balance import LOWER_BOUND
 
 PAGE = Path(__file__).parents[2] / "experiments/studies/README.md"
 

@@ -33,10 +33,10 @@ from experiments.verbs import validate as verb
 from experiments.verbs.cells import CellSelection, cells_of, playable
 from experiments.verbs.cli import main, open_console, parse
 from experiments.verbs.validate import validate
-from sim.errors import InputError, RankError
-from sim.profile import Machine, Profile
+from sim.base.errors import InputError, RankError
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.setup import Setup
+from sim.words.profile import Machine, Profile
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
 from tests.experiments.test_comparison_page import make_comparison
 

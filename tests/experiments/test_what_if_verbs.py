@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.verbs.cli import main
-from sim.setup.search import Search
+from sim.plan.search.search import Search
 from tests.experiments.test_cli import H100, fails, run
 
 pq = pytest.importorskip("pyarrow.parquet")  # which a machine that only runs GPU tests has not

@@ -22,7 +22,7 @@ from runtime.execution.attention import AttentionKernel
 from runtime.execution.kernels import host_copy, run_kernel
 from runtime.execution.tensors import TORCH_DTYPE, Storage, ends_at
 from runtime.execution.varlen import ALIGNED_BYTES
-from sim.memory import lifetimes
+from sim.accounts.memory import lifetimes
 from sim.schedule.ir.ops import HostAdamW, HostCopy, HostSync, Kernel
 from sim.schedule.ir.views import Buffer, View
 from sim.schedule.proof.check import RankSchedule

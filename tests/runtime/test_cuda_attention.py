@@ -33,9 +33,9 @@ from runtime.execution.cuda_attention import (
     window_of,
 )
 from runtime.execution.reference import attention, relative_error
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model
 
 Tensor = torch.Tensor

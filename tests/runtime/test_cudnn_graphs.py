@@ -20,7 +20,7 @@ from sim.schedule.ir.masks import FULL, Band
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import checked_or_refused, make_model, slow_but
 
 Tensor = torch.Tensor

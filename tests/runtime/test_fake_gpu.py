@@ -16,7 +16,7 @@ from runtime.execution.cuda_attention import AtenFlash, Cudnn, MemoryEfficient
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
 from sim.setup.setup import Setup
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_model, slow_but
 from tests.runtime.fake_gpu import issued
 

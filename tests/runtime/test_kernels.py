@@ -19,7 +19,7 @@ from runtime.execution.reference import attention, relative_error
 from runtime.execution.state import square_sum
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.schedule.model.scope import units
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_model
 
 BANDS = [FULL, CAUSAL, Band(right=-1), Band(right=3), Band(left=2, right=0), Band(left=1, right=1)]

@@ -13,9 +13,8 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
+from sim.base.errors import ScheduleError
 from sim.engine.simulate import simulate
-from sim.errors import ScheduleError
-from sim.mesh import Mesh
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import ONE, Span, mask_of
 from sim.schedule.ir.ops import AllGather, Exchange, Message
@@ -28,7 +27,8 @@ from sim.schedule.write.accumulate import SoftmaxAccumulator
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster
 

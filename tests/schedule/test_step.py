@@ -13,7 +13,7 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
     AdamW,
@@ -38,7 +38,7 @@ from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import HEADED, units
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.proof.supersteps import Supersteps
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from sim.memory import lifetimes
+from sim.accounts.memory import lifetimes
 from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.ops import Attend, SwiGlu, TiledMlp
 from sim.schedule.ir.program import Program
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
-from sim.workload import ModelSpec, Workload
+from sim.words.workload import ModelSpec, Workload
 
 b, n, h, s, ranks = 2, 4, 64, 256, 4
 c = s // ranks

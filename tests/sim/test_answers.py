@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from sim.setup.answer import as_html, who_wins
-from sim.setup.answer_table import of_balance, of_crossings, of_ladder
-from sim.setup.doctor import Cause, Diagnosis
-from sim.setup.plan import Plan
-from sim.setup.reverse import Answer
-from sim.setup.table import Table
+from sim.diagnose.answer import Cause, Diagnosis
+from sim.plan.answer import Answer, Plan
+from sim.setup.answers.answer import as_html, who_wins
+from sim.setup.answers.rows import of_balance, of_crossings, of_ladder
+from sim.setup.answers.table import Table
 
 GIB = 2**30
 ROW: dict[str, Any] = {

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import longstep
-from sim.errors import InputError
-from sim.setup.balance import LOWER_BOUND, OWN
-from sim.setup.planners import PLANNERS, Attention
+from sim.balance.balance import LOWER_BOUND, OWN
+from sim.balance.planners import PLANNERS, Attention
+from sim.base.errors import InputError
 from sim.setup.setup import Setup
 
 ON_H100 = Setup(model="llama3-8b", cluster="hgx-h100", gpus=4, scope="attention")

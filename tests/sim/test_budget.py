@@ -6,9 +6,9 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.setup.branches import SURE, least_limits
-from sim.setup.space import Branch, families
-from sim.setup.tensors import TENSORS, as_options, grid_of
+from sim.plan.search.branches import SURE, least_limits
+from sim.plan.search.space import Branch, families
+from sim.plan.search.tensors import TENSORS, as_options, grid_of
 from tests.sim.test_plan import SMALL
 
 FIXED = {"optimiser": ["gpu"], "mlp": ["whole"], "loss": ["chunked"]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.software.counted import MARK, Counted, amount, counted_names, load_counted
 from tests.reading_code import ROOT
 

@@ -6,7 +6,7 @@ import pytest
 
 import longstep
 from longstep import Setup
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 ALONE = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", scope="attention", passes="forward", gpus=4, seeds=1)
 NVLINK = "cluster.nvlink.bytes_per_s"

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 
 import longstep
+from sim.base.errors import InputError
 from sim.engine.cost import CostModel
 from sim.engine.interval import interval
-from sim.errors import InputError
-from sim.profile import load_profile
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.ops import CrossEntropy, RmsNorm
-from sim.setup.answer import rests_on
+from sim.setup.answers.answer import rests_on
 from sim.setup.unnamed_software import SLOWEST, slowest
 from sim.software.counted import load_counted
 from sim.software.kernels import running, runs_of
 from sim.software.software import Kernels, Software, load_software, software_names
-from sim.workload import DTYPE_BYTES
+from sim.words.profile import load_profile
+from sim.words.workload import DTYPE_BYTES
 from tests.schedule.test_step import make_step, step
 from topology.cluster import Cluster, load_cluster
 

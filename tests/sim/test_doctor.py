@@ -11,9 +11,9 @@ import pytest
 
 import longstep
 from longstep import InputError, Measured, Setup
-from sim.breakdown import kernels_s
-from sim.memory import walks
-from sim.setup.hypotheses import MACHINES, PROGRAMS
+from sim.accounts.breakdown import kernels_s
+from sim.accounts.memory import walks
+from sim.diagnose.hypotheses import MACHINES, PROGRAMS
 
 ATTENTION = Setup(
     "zigzag", model="llama3-8b", cluster="hgx-h100", gpus=8, seq="256K", scope="attention", jitter=0
@@ -97,7 +97,7 @@ def test_a_planted_fault_is_named(said: Setup, ran: dict[str, Any], name: str, v
 def test_memory_alone_says_nothing_of_what_does_not_move_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask, or tokens that each rank attends by itself, which are neither a cause nor refuted."""
     few = ("cp-off", "full-mask", "window-4", "zero-0", "not-checkpointed")
-    monkeypatch.setattr("sim.setup.doctor.PROGRAMS", [one for one in PROGRAMS if one.name in few])
+    monkeypatch.setattr("sim.diagnose.doctor.PROGRAMS", [one for one in PROGRAMS if one.name in few])
     found = longstep.doctor(STEP, Measured(memory_bytes=10**12))
     assert found.verdict == "memory differs"
     assert {"cp-off", "full-mask"} <= {*found.untold}
@@ -110,7 +110,7 @@ def test_memory_alone_says_nothing_of_what_does_not_move_it(monkeypatch: pytest.
 def test_two_faults_at_once_are_tried_where_none_alone_explains_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention within packed documents, which is faster, and weights that are not sharded, which take more memory."""
     few = ("documents-4", "documents-16", "zero-0", "zero-1", "full-mask", "not-checkpointed")
-    monkeypatch.setattr("sim.setup.doctor.PROGRAMS", [one for one in PROGRAMS if one.name in few])
+    monkeypatch.setattr("sim.diagnose.doctor.PROGRAMS", [one for one in PROGRAMS if one.name in few])
     said = STEP.replace(layers=4)
     wrong = said.replace(documents=(4096,) * 16, set={"schedule.zero_stage": 0}).predicted()
     run = Measured(step_time_s=wrong.step_time_s, memory_bytes=wrong.peak_hbm_bytes)

@@ -9,12 +9,12 @@ import pytest
 
 import longstep
 from longstep import Setup
-from sim.errors import InputError
-from sim.setup.bounds import least_room
-from sim.setup.branches import Lost, least_of, opened, step_of
-from sim.setup.documents import BY_BLOCKS
-from sim.setup.room import room
-from sim.setup.space import Branch, families
+from sim.balance.documents import BY_BLOCKS
+from sim.base.errors import InputError
+from sim.plan.search.bounds import least_room
+from sim.plan.search.branches import Lost, least_of, opened, step_of
+from sim.plan.search.room import room
+from sim.plan.search.space import Branch, families
 from tests.sim.test_plan import SMALL, by_trying
 
 OPTIONS = {"checkpoint": ["full"], "activations": ["hbm"], "optimiser": ["gpu"], "mlp": ["whole"], "loss": ["chunked"]}
@@ -71,7 +71,7 @@ def test_what_a_planner_refuses_is_told() -> None:
     """As why it loses: here every one of them has too many tasks."""
     few = SMALL.replace(gpus=2, ring_degree=2, documents=PACKED, layers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sim.setup.documents.MOST_TASKS", 1)
+        patch.setattr("sim.balance.documents.MOST_TASKS", 1)
         refusing = [family for family in families(few, OPTIONS) if family.named.partition(" ")[0] in BY_BLOCKS]
     (groups,) = (family for family in refusing if family.named == "groups (R 2)")
     found = opened(next(Branch(groups).leaves))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import longstep
-from sim.errors import InputError, TooLargeError
-from sim.mesh import Mesh
-from sim.setup.balance import balance
+from sim.balance.balance import balance
+from sim.balance.planners import PLANNERS
+from sim.base.errors import InputError, TooLargeError
+from sim.plan.fit import fit
 from sim.setup.effort import (
     MOST_BYTES,
     MOST_S,
@@ -23,10 +24,9 @@ from sim.setup.effort import (
     require_small,
     sizes_of,
 )
-from sim.setup.fit import fit
 from sim.setup.names import entry, workload
-from sim.setup.planners import PLANNERS
 from sim.setup.setup import Setup
+from sim.words.mesh import Mesh
 
 STEP = Setup(model="llama3-8b", cluster="hgx-h100", seq="1M")
 ATTENTION = STEP.replace(scope="attention")

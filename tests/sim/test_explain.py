@@ -12,13 +12,13 @@ import pytest
 
 import longstep
 from experiments.verbs.cli import main
-from sim.setup.explain import Explanation
-from sim.setup.fit import longest
-from sim.setup.imports.changes import changes
+from sim.explain.changes import changes
+from sim.explain.explain import Explanation
+from sim.explain.screen import WIDTH
+from sim.explain.weighed import longest_by_few
+from sim.plan.fit import longest
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import File, read
-from sim.setup.screen import WIDTH
-from sim.setup.weighed import longest_by_few
 from tests.sim.test_imports import FILES, SAYABLE
 
 TORCHTITAN = FILES / "torchtitan-llama3-8b.toml"

@@ -17,9 +17,9 @@ import pytest
 
 import longstep
 from longstep import Setup
-from sim.errors import InputError
-from sim.setup.axes import axes_of, combinations
-from sim.setup.journal import Journal
+from sim.base.errors import InputError
+from sim.compare.axes import axes_of, combinations
+from sim.compare.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 H100 = Setup("ulysses", model="llama3-8b", cluster="hgx-h100", seq="32K", layers=1, scope="layer")

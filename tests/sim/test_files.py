@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sim.errors import InputError
-from sim.files import Kind, make_folder, marked, require_outputs, write_whole
-from sim.profile import PROFILE_FILE
+from sim.base.errors import InputError
+from sim.base.files import Kind, make_folder, marked, require_outputs, write_whole
+from sim.words.profile import PROFILE_FILE
 
 TEXT = Kind("a text", marked("# ours"))
 OURS, FOREIGN, NEW = b"# ours\nold", b"somebody else's", b"# ours\nnew"

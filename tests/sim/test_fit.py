@@ -8,9 +8,9 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.setup.fit import longest, rungs, switched_off, using
-from sim.setup.room import room
-from sim.setup.space import families
+from sim.plan.fit import longest, rungs, switched_off, using
+from sim.plan.search.room import room
+from sim.plan.search.space import families
 from sim.setup.stacks import STACKS, TECHNIQUES
 from tests.helpers import sweep_but
 

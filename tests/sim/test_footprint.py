@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import InputError
-from sim.footprint import footprint
-from sim.memory import terms_in_use, walks
-from sim.options import LayerOptions
+from sim.accounts.footprint import footprint
+from sim.accounts.memory import terms_in_use, walks
+from sim.base.errors import InputError
 from sim.schedule.ir.ops import AdamW, HostAdamW, ReduceScatter
 from sim.schedule.model.scope import units
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload
+from sim.words.options import LayerOptions
+from sim.words.workload import Workload
 from tests.helpers import make_model
 from tests.schedule.test_step import make_step, step
 

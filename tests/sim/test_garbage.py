@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from sim.garbage import garbage_collection_off
+from sim.base.garbage import garbage_collection_off
 from sim.schedule.derive import matching
 from sim.schedule.derive.matching import Matching
 from sim.schedule.ir.program import Schedule
 from sim.schedule.proof import check as proof
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model
 
 

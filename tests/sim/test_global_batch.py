@@ -7,8 +7,8 @@ import pytest
 import longstep
 from experiments.evidence.cases import case_fields, setup_of
 from longstep import InputError, Setup
+from sim.plan.planned_batch import with_batch
 from sim.setup.global_batch import divisors, sequences_of, usual_sequences
-from sim.setup.planned_batch import with_batch
 
 STEP = Setup("ulysses", model="tiny", cluster="hgx-h100", layers=1, seq="4K", jitter=0.0)
 

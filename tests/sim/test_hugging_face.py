@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 import longstep
-from sim import hugging_face
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.scope import units
 from sim.setup import names
-from sim.workload import LayerKind, ModelSpec, Workload, load_model
+from sim.words import hugging_face
+from sim.words.workload import LayerKind, ModelSpec, Workload, load_model
 
 FOLDER = Path(__file__).parent / "hugging_face"
 SIZES = ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "vocab_size", "dtype")

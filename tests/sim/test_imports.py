@@ -15,8 +15,8 @@ import longstep
 from experiments.verbs.cli import main, parse
 from experiments.verbs.selection import FileSelection
 from experiments.verbs.simulate import Simulate
-from sim.errors import InputError
-from sim.presets import override
+from sim.base.errors import InputError
+from sim.base.presets import override
 from sim.schedule.methods.catalog import NAMED
 from sim.setup import names
 from sim.setup.imports.facts import FACTS, facts_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from sim.kept import kept
+from sim.base.kept import kept
 
 
 class Owner:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sim.errors import InputError
-from sim.setup.logs import read_log
+from sim.base.errors import InputError
+from sim.explain.logs import read_log
 
 GIB = 2.0**30
 LINES: dict[str, dict[str, float]] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sim.errors import InputError
-from sim.patterns import AttentionSink, CausalBlockwise, SharedQuestion
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.setup.masks import kept_of
+from sim.words.patterns import AttentionSink, CausalBlockwise, SharedQuestion
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.memory import Lifetime, lifetimes, walk, walks
-from sim.mesh import Mesh
+from sim.accounts.memory import Lifetime, lifetimes, walk, walks
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.workspace import adopted, workspace_bytes
 from sim.schedule.ir.masks import Span
@@ -19,7 +18,8 @@ from sim.schedule.ir.program import Communicator, Program
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, Variant, by_tier, checked_or_refused, make_checked, make_model
 
 LINK = Communicator(name="link", groups=((0, 1),))

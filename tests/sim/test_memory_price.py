@@ -9,8 +9,8 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.setup.memory_price import memory_prices
-from sim.setup.space import OPTIONS
+from sim.plan.memory_price import memory_prices
+from sim.plan.search.space import OPTIONS
 from tests.sim.test_plan import SMALL
 
 Way = tuple[float, dict[str, int]]

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from sim.errors import InputError
-from sim.mesh import AXES, Axis, Mesh
+from sim.base.errors import InputError
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.workload import Workload
+from sim.words.mesh import AXES, Axis, Mesh
+from sim.words.workload import Workload
 from tests.helpers import RING_INNER, make_model
 
 

@@ -8,10 +8,10 @@ from importlib import resources
 
 import pytest
 
-from sim.errors import InputError
-from sim.presets import preset_names
+from sim.base.errors import InputError
+from sim.base.presets import preset_names
 from sim.schedule.model.scope import units
-from sim.workload import Workload, load_model, spoken
+from sim.words.workload import Workload, load_model, spoken
 
 NAMES = preset_names("sim/models")
 

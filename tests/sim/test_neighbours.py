@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sim.errors import InputError
-from sim.setup.neighbours import neighbours, steps
+from sim.base.errors import InputError
+from sim.plan.neighbours import neighbours, steps
 from sim.setup.setup import Setup
 from tests.engine.test_engines import requires_compiler
 

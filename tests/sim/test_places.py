@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sim.setup.places import best, won
+from sim.setup.answers.places import best, won
 
 
 def row(seconds: float, *, gpu_tokens: float = 1000.0, **more: Any) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
+from sim.base.cpu_time import CpuTime
+from sim.base.workers import Workers
+from sim.plan.search.bounds import least_of_any, least_room, least_seconds
+from sim.plan.search.branches import SURE, Played, least_limits, least_of, played, step_of
+from sim.plan.search.room import room
+from sim.plan.search.search import Search
+from sim.plan.search.space import OPTIONS, Branch, Family, families
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.bounds import least_of_any, least_room, least_seconds
-from sim.setup.branches import SURE, Played, least_limits, least_of, played, step_of
-from sim.setup.cpu_time import CpuTime
-from sim.setup.room import room
-from sim.setup.search import Search
-from sim.setup.space import OPTIONS, Branch, Family, families
-from sim.setup.workers import Workers
 
 SMALL = Setup(model="tiny", cluster="hgx-h100", gpus=4, seq="16K", layers=2)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sim.errors import InputError
-from sim.presets import override
-from sim.workload import load_model
+from sim.base.errors import InputError
+from sim.base.presets import override
+from sim.words.workload import load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
 

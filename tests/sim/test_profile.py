@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sim.errors import InputError
-from sim.profile import Machine, Profile, load_profile, profile_names, save_profile
+from sim.base.errors import InputError
+from sim.words.profile import Machine, Profile, load_profile, profile_names, save_profile
 
 
 def some_profile() -> Profile:

@@ -14,13 +14,13 @@ import pytest
 
 import longstep
 from longstep import InputError, Measured, Setup
-from sim.memory import walks
+from sim.accounts.memory import walks
+from sim.accounts.trace import CHROME_TRACE
+from sim.diagnose.kernel_names import KERNELS, kind_of_name, kind_of_op
+from sim.diagnose.profiled import one_after_the_other, ranks_of_rows, read_traces
+from sim.diagnose.traced import kinds_s, traced
 from sim.schedule.ir.ops import KINDS, TiledMlp
-from sim.setup.kernel_names import KERNELS, kind_of_name, kind_of_op
 from sim.setup.prediction import write_trace
-from sim.setup.profiled import one_after_the_other, ranks_of_rows, read_traces
-from sim.setup.traced import kinds_s, traced
-from sim.trace import CHROME_TRACE
 
 SETUP = Setup("zigzag", model="llama3-8b", cluster="hgx-h100", gpus=2, seq="32K", scope="attention", jitter=0)
 NAMES = {

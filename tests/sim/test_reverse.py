@@ -10,11 +10,11 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.setup.branches import Lost, Played, played
-from sim.setup.lengths import ROUND, last_enough, lengths_of_units
-from sim.setup.reverse import _on
-from sim.setup.room import room
-from sim.setup.space import Branch
+from sim.plan.lengths import ROUND, last_enough, lengths_of_units
+from sim.plan.reverse import _on
+from sim.plan.search.branches import Lost, Played, played
+from sim.plan.search.room import room
+from sim.plan.search.space import Branch
 from tests.sim.test_plan import SMALL, random_setup, that_fit
 
 COUNTS = [1, 2, 4]
@@ -86,7 +86,7 @@ def test_the_longest_context_is_the_last_length_that_fits(monkeypatch: pytest.Mo
         lengths_played.append(branch.setup.seq)
         return played(branch, beaten_at)
 
-    monkeypatch.setattr("sim.setup.reverse.played", counted)
+    monkeypatch.setattr("sim.plan.reverse.played", counted)
     tight = SMALL.replace(
         schedule="ulysses", gpus=2, ulysses_degree=2, set={"cluster.hbm.capacity_bytes": 8e9}
     )  # fmt: skip

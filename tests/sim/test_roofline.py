@@ -6,8 +6,8 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.profile import load_profile
-from sim.setup.roofline import calibrated, datasheet
+from sim.compare.roofline import calibrated, datasheet
+from sim.words.profile import load_profile
 
 LLAMA = Setup(model="llama3-8b", cluster="hgx-h100")
 

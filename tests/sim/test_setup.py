@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 import longstep
-from sim.errors import InputError
-from sim.profile import Machine, Profile, profile_folder, save_profile
+from sim.base.errors import InputError
 from sim.setup.machine import equipped
+from sim.words.profile import Machine, Profile, profile_folder, save_profile
 from tests.helpers import traces_in
 from topology.host import device_name, host_facts
 from topology.specs import LinkSpec

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 
 import longstep
+from sim.base.errors import InputError
+from sim.base.presets import load_toml
 from sim.engine.cost import CostModel, measured_cluster
 from sim.engine.tiles import use_of
-from sim.errors import InputError
-from sim.options import FusedName
-from sim.presets import load_toml
-from sim.profile import Profile, load_profile, shipped_profile
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
-from sim.setup.answer import rests_on
+from sim.setup.answers.answer import rests_on
 from sim.software.attention import Tables, _tables, attending, kernels_of
 from sim.software.attention import named as named_on
+from sim.words.options import FusedName
+from sim.words.profile import Profile, load_profile, shipped_profile
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 

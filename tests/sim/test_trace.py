@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.breakdown import PARTS, PartName, breakdown, critical_rank, overlapped_s, waiting_s
+from sim.accounts.breakdown import PARTS, PartName, breakdown, critical_rank, overlapped_s, waiting_s
+from sim.accounts.trace import Counter, Row, Trace, to_chrome
 from sim.engine.simulate import Jitter, simulate
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.trace import Counter, Row, Trace, to_chrome
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import (
     OFFLOADED,
     VARIANTS,

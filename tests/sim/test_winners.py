@@ -6,7 +6,7 @@ import pytest
 
 import longstep
 from longstep import Setup
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 LAYER = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", layers=1, gpus=2, jitter=0.0)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sim.errors import InputError
-from sim.presets import MOST_BYTES, preset_names
-from sim.workload import Workload, load_model, parse_length
+from sim.base.errors import InputError
+from sim.base.presets import MOST_BYTES, preset_names
+from sim.words.workload import Workload, load_model, parse_length
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from experiments.verbs import cli
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.setup.setup import Setup
 from topology.cluster import Cluster, load_cluster
 from topology.machine import Machine, machine

@@ -10,14 +10,14 @@ import msgspec
 import networkx as nx
 import pytest
 
+from sim.base.errors import InputError
 from sim.engine.cost import CostModel
 from sim.engine.phases import Flow, Latency
 from sim.engine.simulate import simulate
-from sim.errors import InputError
-from sim.profile import load_profile
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.profile import load_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 from topology.kinds import (

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from sim.errors import InputError, ScheduleError
-from sim.garbage import garbage_collection_off
-from sim.kept import kept
-from sim.mesh import Mesh
+from sim.base.errors import InputError, ScheduleError
+from sim.base.garbage import garbage_collection_off
+from sim.base.kept import kept
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges, joined
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.forms import Form, Formed, formed
@@ -31,7 +30,8 @@ from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Communication, Exchange, Message, Op
 from sim.schedule.ir.views import Buffer, Data, View
 from sim.schedule.ir.written import Pieces
-from sim.workload import DTYPE_BYTES, Dtype, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, Dtype, Workload
 
 
 class Port(Data, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from sim.kept import kept
+from sim.base.kept import kept
 from sim.schedule.ir.declare import rebound
 
 if TYPE_CHECKING:

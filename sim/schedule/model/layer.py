@@ -14,9 +14,7 @@ from typing import Literal, NamedTuple, cast
 
 import msgspec
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import LayerOptions, LossName, ModulesName
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
@@ -45,7 +43,9 @@ from sim.schedule.write.attention import (
 )
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.inputs import PartwiseAttention
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions, LossName, ModulesName
+from sim.words.workload import Workload
 
 GRADIENTS = "gradients"
 """The communicator that sums the gradients of weights over all ranks."""

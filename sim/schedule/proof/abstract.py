@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, assert_never
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
@@ -26,7 +26,7 @@ from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
-from sim.workload import ModelSpec
+from sim.words.workload import ModelSpec
 
 
 class AbstractPlayer(Interpreter):

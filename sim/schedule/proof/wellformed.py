@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
@@ -20,7 +20,7 @@ from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import kind_of, tensor_of, with_options
 from sim.schedule.proof.contents import FAR, spell
-from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
+from sim.words.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
 def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> None:
