@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 from calibrate.kernels import sample
 from calibrate.links import LinkCase, LinkKernel, Played, play
 from runtime.processes.launch import Session
-from sim.engine.collectives import link_name, width_of, wire_bytes
+from sim.engine.traffic.collectives import link_name, width_of, wire_bytes
 from sim.words.profile import Point
 from sim.words.workload import Dtype, ModelSpec
 from topology.cluster import Cluster

@@ -13,9 +13,9 @@ from calibrate.interference import compared
 from calibrate.interference_schedules import Transfer, interference_schedules
 from calibrate.kernels import time_kernel
 from runtime.processes.launch import Session
-from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.phases import Activity, Flow
-from sim.engine.simulate import simulate
+from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.phases import Activity, Flow
+from sim.engine.play.simulate import simulate
 from sim.schedule.proof.check import check
 from sim.words.profile import TRANSFERS, Point, Profile, Slowdown
 from sim.words.workload import Dtype, ModelSpec

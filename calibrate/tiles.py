@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sim.engine.tiles import busiest, use_of
+from sim.engine.costs.tiles import busiest, use_of
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from sim.words.profile import Point, TileModel
 from sim.words.workload import Dtype

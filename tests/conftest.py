@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from sim.engine import native, worlds
+from sim.engine.play import native
+from sim.engine.results import worlds
 from sim.native.library import UnavailableError, load
 
 if TYPE_CHECKING:

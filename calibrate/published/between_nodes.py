@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from calibrate.published.reading import Row, geometric_mean, rows, transfer_point
-from sim.engine.collectives import wire_bytes
+from sim.engine.traffic.collectives import wire_bytes
 from sim.schedule.ir.ops import CollectiveName
 from sim.words.profile import Point
 from topology.cluster import Cluster

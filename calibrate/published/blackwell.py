@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from calibrate.published.reading import geometric_mean, rows, transfer_point
-from sim.engine.collectives import wire_bytes
+from sim.engine.traffic.collectives import wire_bytes
 from sim.schedule.ir.ops import CollectiveName
 from sim.words.profile import Point
 from topology.cluster import Cluster

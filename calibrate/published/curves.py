@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from calibrate.published import ultraattn
 from calibrate.published.reading import Averaged, Row, geometric_mean, kernel_point, rows, square_attention
-from sim.engine.tiles import use_of
+from sim.engine.costs.tiles import use_of
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL, FULL
 from sim.words.profile import Point

@@ -36,7 +36,7 @@ from calibrate.published.reading import (
 from calibrate.published.streaming import NORMS_SOURCE, norms, streaming
 from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, GB300, H100, H200, UnderLoad
 from calibrate.tiles import tile_models
-from sim.engine.collectives import wire_bytes
+from sim.engine.traffic.collectives import wire_bytes
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import CollectiveName

@@ -14,7 +14,7 @@ from sim.accounts.memory import walks_with
 from sim.accounts.trace import Trace
 from sim.base.errors import InputError
 from sim.base.units import FEW, number, percent, seconds, seconds_between, size
-from sim.engine.report import Report
+from sim.engine.results.report import Report
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import as_html, as_text
 from sim.setup.prediction import Prediction

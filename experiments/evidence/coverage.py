@@ -12,8 +12,8 @@ import msgspec
 
 from experiments.evidence.published import CasePrediction, coverage, rivals
 from sim.base.files import Kind, decoded_by
-from sim.engine.learned import LEAST, Learned, StepErrors
-from sim.engine.regime import Regime
+from sim.engine.intervals.learned import LEAST, Learned, StepErrors
+from sim.engine.intervals.regime import Regime
 
 COVERED = (0.8, 0.97)
 """Share of the measured times that intervals of a regime should hold."""

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.evidence.machine import require_machine, require_torch
 from sim.balance.balance import Balance
 from sim.batches.statistics import max_over_mean
-from sim.engine.cost import CostModel
+from sim.engine.costs.cost import CostModel
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.setup.prediction import Prediction

@@ -12,7 +12,7 @@ from sim.accounts.memory import walks_with
 from sim.accounts.trace import Trace
 from sim.base.errors import InputError
 from sim.base.units import size
-from sim.engine.report import hbm_held
+from sim.engine.results.report import hbm_held
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked
 from sim.setup.machine import require_same_host

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from experiments.evidence.cases import Case, HostFigures
 from sim.base.errors import InputError
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 
 _FIRST = HostFigures(20e-6, 10e-6)
 _STEPS, _CLOSE = 20, 1e-3

@@ -14,7 +14,7 @@ from experiments.evidence.workers import called
 from sim.accounts.memory import TERMS
 from sim.base.errors import InputError, unknown
 from sim.base.units import length, percent, size
-from sim.engine.room import Room
+from sim.engine.results.room import Room
 from sim.plan.fit import longest
 from sim.plan.search.room import held_behind_passes, room
 from sim.setup import names

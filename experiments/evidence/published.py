@@ -16,11 +16,11 @@ from experiments.evidence.memory_cases import MemoryFound
 from experiments.evidence.workers import called
 from sim.base.presets import preset_names
 from sim.base.units import percent
-from sim.engine.interval import reach
-from sim.engine.learned import Learned, Reach, shipped
-from sim.engine.regime import Regime, regime
-from sim.engine.sensitivity import bound
-from sim.engine.simulate import Simulation, simulate
+from sim.engine.intervals.interval import reach
+from sim.engine.intervals.learned import Learned, Reach, shipped
+from sim.engine.intervals.regime import Regime, regime
+from sim.engine.play.simulate import Simulation, simulate
+from sim.engine.results.sensitivity import bound
 from sim.schedule.ir.ops import KINDS
 from sim.setup.names import DATASHEET
 from sim.software.software import load_software

@@ -20,7 +20,7 @@ from sim.base.errors import InputError
 from sim.base.files import Kind, Output, decoded_by
 from sim.base.presets import from_json, read_bytes
 from sim.base.units import percent
-from sim.engine.interval import Interval
+from sim.engine.intervals.interval import Interval
 from sim.setup.machine import equipped
 from sim.setup.setup import Configuration, Setup
 from sim.words.profile import Profile

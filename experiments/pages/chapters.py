@@ -11,7 +11,7 @@ from experiments.evidence.provenance import evidence_lines
 from experiments.evidence.results import Result
 from experiments.pages.charts import Chart
 from experiments.pages.tables import Rows
-from sim.engine.report import Evidence
+from sim.engine.results.report import Evidence
 
 
 class Chapter(msgspec.Struct, frozen=True, kw_only=True):

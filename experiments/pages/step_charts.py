@@ -10,7 +10,7 @@ from experiments.pages.charts import BYTES, SECONDS, SHARE, Chart, bars
 from experiments.pages.plots import HUES
 from sim.accounts.memory import TERMS
 from sim.base.units import size
-from sim.engine.report import Report
+from sim.engine.results.report import Report
 
 _BESIDE_BUFFERS = "beside buffers"
 

@@ -26,11 +26,11 @@ from sim.base.units import seconds
 from sim.batches.batch import batch
 from sim.batches.lengths import lognormal
 from sim.compare.sweep import sweep
-from sim.engine import native, reference
-from sim.engine.cost import CostModel
-from sim.engine.lowered import Lowered
-from sim.engine.report import Report, report
-from sim.engine.simulate import Prepared
+from sim.engine.costs.cost import CostModel
+from sim.engine.play import native, reference
+from sim.engine.play.lowered import Lowered
+from sim.engine.play.simulate import Prepared
+from sim.engine.results.report import Report, report
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.ops import Exchange, Message
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
@@ -281,8 +281,8 @@ def once(timed: Callable[[], float]) -> tuple[float, float]:
 def single_imports() -> float:
     """Return the CPU time of what predicting imports, the bare interpreter apart."""
     code = (
-        "import time; begin = time.process_time(); import longstep; longstep.predict; import sim.engine.native; "
-        "import sim.engine.report; print(time.process_time() - begin)"
+        "import time; begin = time.process_time(); import longstep; longstep.predict; import sim.engine.play.native; "
+        "import sim.engine.results.report; print(time.process_time() - begin)"
     )
     runs = (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(ROUNDS)

@@ -16,7 +16,7 @@ from experiments.serve.question import Variant, Word, setup_of
 from sim.base.errors import InputError
 from sim.compare.axes import axes_of, changed
 from sim.compare.winners import judged
-from sim.engine.sensitivity import bound
+from sim.engine.results.sensitivity import bound
 from sim.plan.search.branches import least_limits, step_of
 from sim.setup.answers.places import shown
 from sim.setup.names import ONE_REPLICA, tokens

@@ -12,9 +12,9 @@ from typing import NoReturn
 import msgspec
 
 from sim.base.garbage import garbage_collection_off
-from sim.engine.report import Report, report
-from sim.engine.sensitivity import bound
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import Report, report
+from sim.engine.results.sensitivity import bound
 from sim.schedule.derive.replicas import folds
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked

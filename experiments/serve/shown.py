@@ -15,7 +15,7 @@ from experiments.pages.sweep_chapter import sweep_charts
 from experiments.pages.tables import Rows, table
 from sim.base.units import FEW, number, seconds, seconds_between
 from sim.compare.portions import COLUMNS, Row, columns
-from sim.engine.report import Report
+from sim.engine.results.report import Report
 from sim.setup.answers.answer import grounds, interval
 from sim.setup.answers.figures import figures_shown, limit_shown
 from sim.setup.prediction import Prediction

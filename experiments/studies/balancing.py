@@ -22,7 +22,7 @@ from sim.base.units import seconds
 from sim.batches.batch import batch
 from sim.batches.lengths import draw, histogram, scaled
 from sim.batches.packing import Waiting, by_work, concatenated, imbalance, transformer_work
-from sim.batches.static import ring
+from sim.batches.planners.static import ring
 from sim.batches.statistics import statistics, token_bytes
 from sim.schedule.derive.matching import wire_bytes
 from topology.host import num_cores

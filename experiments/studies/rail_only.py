@@ -9,7 +9,7 @@ import msgspec
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.engine.collectives import link_traffic
+from sim.engine.traffic.collectives import link_traffic
 from topology.cluster import Cluster
 from topology.kinds import Fabric, FatTreeSpec, RailOnlySpec, RailOptimisedSpec
 from topology.specs import ClusterSpec

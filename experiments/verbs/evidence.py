@@ -34,7 +34,7 @@ from experiments.pages.chapter import chapter, on_front_page
 from sim.base.errors import InputError
 from sim.base.files import Output
 from sim.base.presets import preset_names
-from sim.engine.learned import Learned, shipped
+from sim.engine.intervals.learned import Learned, shipped
 from sim.words.profile import load_profile
 
 

@@ -14,7 +14,7 @@ from experiments.verbs.selection import Selection
 from experiments.verbs.terminal import fits
 from sim.base.errors import InputError
 from sim.base.units import FEW, length, number, size
-from sim.engine.report import Report
+from sim.engine.results.report import Report
 from sim.setup.answers.answer import degrees, interval, sentence, step_time
 from sim.setup.answers.places import best, is_choice, place_of, shown, token_s, won
 from sim.setup.names import schedule_name, scope_title, tokens

@@ -26,9 +26,9 @@ from longstep import Table as Figures
 from sim.accounts.breakdown import PartName
 from sim.base.errors import InputError
 from sim.base.units import FEW, number, percent, seconds, size
-from sim.engine.critical import Span, shares, strip
-from sim.engine.report import Report
-from sim.engine.room import Limit, Room, by_basis
+from sim.engine.results.critical import Span, shares, strip
+from sim.engine.results.report import Report
+from sim.engine.results.room import Limit, Room, by_basis
 from sim.setup.answers.answer import Grounds, grounds, interval, named, step_time
 from topology.reserved import PARTS, Basis, held_by_allocator
 

@@ -15,8 +15,8 @@ from sim.base.errors import InputError
 from sim.batches.batch import Batch, batch
 from sim.batches.lower_bound import lower_bound
 from sim.batches.planned import Planned
+from sim.batches.planners.static import permuted
 from sim.batches.seconds import Floats, attention_seconds
-from sim.batches.static import permuted
 from sim.batches.statistics import Statistics, TokenBytes, max_over_mean, statistics
 from sim.setup.answers.answer import Grounds, as_html, as_text, grounds
 from sim.setup.answers.rows import of_balance

@@ -11,15 +11,15 @@ import numpy as np
 
 from sim.batches.batch import Batch
 from sim.batches.counting import Ints
-from sim.batches.dcp import DcpOptions, dcp
-from sim.batches.fcp import fcp
-from sim.batches.groups import groups
 from sim.batches.planned import Planned
+from sim.batches.planners.dcp import DcpOptions, dcp
+from sim.batches.planners.fcp import fcp
+from sim.batches.planners.groups import groups
+from sim.batches.planners.static import all_gather, ring
+from sim.batches.planners.wlb import wlb
 from sim.batches.seconds import KernelSeconds, PlanCosts
-from sim.batches.static import all_gather, ring
 from sim.batches.statistics import TokenBytes, token_bytes
-from sim.batches.wlb import wlb
-from sim.engine.cost import CostModel
+from sim.engine.costs.cost import CostModel
 from sim.schedule.derive.kernels import TILE, KernelUse, attention_use
 from sim.schedule.ir.masks import FULL
 from sim.schedule.ir.program import Schedule

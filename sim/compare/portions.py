@@ -10,8 +10,8 @@ from sim.accounts.breakdown import PARTS
 from sim.accounts.memory import TERMS
 from sim.base.errors import LongstepError
 from sim.compare.axes import changed
-from sim.engine.interval import Interval
-from sim.engine.report import Report, report
+from sim.engine.intervals.interval import Interval
+from sim.engine.results.report import Report, report
 from sim.setup.answers.answer import degrees
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from sim.accounts.breakdown import PARTS
 from sim.base.errors import InputError, ScheduleError
 from sim.base.workers import follow_parent
-from sim.engine.jitter import require_seeds
-from sim.engine.report import report
-from sim.engine.simulate import Prepared, Simulation
+from sim.engine.play.jitter import require_seeds
+from sim.engine.play.simulate import Prepared, Simulation
+from sim.engine.results.report import report
 from sim.setup.answers.table import Table
 from sim.setup.answers.what_if import what_if
 from sim.setup.names import at_least_one, changed_cluster, text_of

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sim.engine.figures import FIGURES, LAUNCHES, scaled, with_attention, with_calls
+from sim.engine.results.figures import FIGURES, LAUNCHES, scaled, with_attention, with_calls
 from sim.setup import names
 from sim.setup.setup import Configuration, Setup
 from sim.setup.unnamed_software import SLOWEST

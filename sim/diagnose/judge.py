@@ -15,8 +15,8 @@ from sim.diagnose.hypotheses import Sign
 from sim.diagnose.kernel_names import KERNELS
 from sim.diagnose.measured import Measured
 from sim.diagnose.traced import kinds_s
-from sim.engine.interval import interval
-from sim.engine.simulate import Prepared, Simulation
+from sim.engine.intervals.interval import interval
+from sim.engine.play.simulate import Prepared, Simulation
 from sim.schedule.proof.check import Checked
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Configuration, Setup
@@ -27,7 +27,9 @@ one healthy run in a hundred is like."""
 _CHANCE = 3.0
 """Standard errors that the median of a few scattered steps may be off by."""
 _DATASHEET = (1.0, 2.0)
-"""Where no interval is known: of what datasheets allow, real kernels take 1.4 to 2 times (``sim.engine.report``)."""
+"""Where no interval is known: of what datasheets allow, real kernels take 1.4 to 2 times
+(``sim.engine.results.report``).
+"""
 RANKS_WITHIN = 0.1
 """How far kernel seconds of ranks may be from those simulated, all scaled to their median: assumed, above the jitter
 of kernels and below what any layout or slow rank that matters does."""

@@ -14,8 +14,8 @@ import numpy as np
 from sim.diagnose.kernel_names import KERNELS, KINDS_OF_WORK, TRANSFERS, WorkKind
 from sim.diagnose.measured import Measured
 from sim.diagnose.profiled import Span, TracedRank, ranks_of_rows
-from sim.engine.lowered import lowered
-from sim.engine.simulate import Simulation
+from sim.engine.play.lowered import lowered
+from sim.engine.play.simulate import Simulation
 
 _SHARE = 0.05
 """Of a step: what is less is not told."""

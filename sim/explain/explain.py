@@ -19,9 +19,9 @@ from sim.base.units import FEW, digits_within, length, number, seconds, seconds_
 from sim.diagnose.judge import Judge, play, quick
 from sim.diagnose.kernel_names import kind_of_op
 from sim.diagnose.measured import Measured, findings_of_figures
-from sim.engine.report import floors
-from sim.engine.room import Limit, room_of
-from sim.engine.simulate import Simulation
+from sim.engine.play.simulate import Simulation
+from sim.engine.results.report import floors
+from sim.engine.results.room import Limit, room_of
 from sim.explain.changes import changes
 from sim.explain.logs import Figure, Logged, read_log
 from sim.explain.weighed import Scale, Weighed, longest_by_few, of_all_turns, shortened, turns

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sim.base.errors import InputError
-from sim.engine.room import Limit
+from sim.engine.results.room import Limit
 from sim.plan.search.branches import least_limits, least_of, room_of_step, step_of
 from sim.plan.search.space import OPTIONS, Branch, Family
 from sim.plan.search.tensors import DECIDED, grid_of, require_tensors

@@ -7,7 +7,7 @@ from itertools import permutations
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from sim.base.errors import LongstepError
-from sim.engine.extrapolated import extrapolated
+from sim.engine.intervals.extrapolated import extrapolated
 from sim.plan.search.space import OPTIONS
 from sim.setup import names
 from sim.setup.answers.table import Table

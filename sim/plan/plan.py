@@ -8,7 +8,7 @@ from typing import Any
 
 from sim.base.cpu_time import CpuTime
 from sim.base.errors import InputError
-from sim.engine.room import Room
+from sim.engine.results.room import Room
 from sim.plan.answer import Plan
 from sim.plan.planned_batch import require_shared, with_batch
 from sim.plan.remedies import remedies

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import msgspec
 
 from sim.base.errors import InputError, unknown
-from sim.engine.cost import measured_cluster
-from sim.engine.jitter import KERNELS, Jitter, require_seeds
-from sim.engine.simulate import Engine
+from sim.engine.costs.cost import measured_cluster
+from sim.engine.play.jitter import KERNELS, Jitter, require_seeds
+from sim.engine.play.simulate import Engine
 from sim.setup import names
 from sim.setup.names import one_of
 from sim.software import kernels

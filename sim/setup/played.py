@@ -7,12 +7,12 @@ from functools import cached_property
 import msgspec
 
 from sim.accounts.trace import Trace
-from sim.engine.critical import Span, critical_path
-from sim.engine.difference import Ratio, difference
-from sim.engine.interval import Interval
-from sim.engine.report import Report, report
-from sim.engine.room import Room
-from sim.engine.simulate import Simulation
+from sim.engine.intervals.difference import Ratio, difference
+from sim.engine.intervals.interval import Interval
+from sim.engine.play.simulate import Simulation
+from sim.engine.results.critical import Span, critical_path
+from sim.engine.results.report import Report, report
+from sim.engine.results.room import Room
 from sim.schedule.proof.check import Checked
 from sim.setup.stacks import techniques_on
 from sim.setup.unnamed_software import Slowest, slowest, widened

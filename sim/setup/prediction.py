@@ -15,9 +15,9 @@ from sim.accounts.trace import CHROME_TRACE, Trace, to_chrome
 from sim.base.errors import InputError, LongstepError, none_of
 from sim.base.files import Output
 from sim.base.garbage import garbage_collection_off
-from sim.engine.sensitivity import elasticities
-from sim.engine.simulate import Simulation
-from sim.engine.simulate import simulate as simulated
+from sim.engine.play.simulate import Simulation
+from sim.engine.play.simulate import simulate as simulated
+from sim.engine.results.sensitivity import elasticities
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints

@@ -17,9 +17,9 @@ import msgspec
 from sim.base.errors import InputError, LengthError, unknown
 from sim.base.garbage import garbage_collection_off
 from sim.base.presets import override
-from sim.engine.cost import CostModel
-from sim.engine.jitter import STEADY, Jitter
-from sim.engine.simulate import Engine, simulate
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.jitter import STEADY, Jitter
+from sim.engine.play.simulate import Engine, simulate
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints

@@ -120,7 +120,7 @@ class MeasuredJitter(_Data, frozen=True, kw_only=True):
 
 
 class TileModel(_Data, frozen=True, kw_only=True):
-    """Time of a fused attention kernel by the blocks that the busiest SM takes: see ``sim.engine.tiles``."""
+    """Time of a fused attention kernel by the blocks that the busiest SM takes: see ``sim.engine.costs.tiles``."""
 
     kernel: str
     dtype: Dtype

@@ -7,9 +7,9 @@ import pytest
 from sim.base.errors import InputError
 from sim.batches.batch import Batch, batch
 from sim.batches.coverage import require_covered
-from sim.batches.fcp import FcpOptions, fcp
-from sim.batches.groups import GroupOptions, group_sizes, groups
 from sim.batches.planned import Planned
+from sim.batches.planners.fcp import FcpOptions, fcp
+from sim.batches.planners.groups import GroupOptions, group_sizes, groups
 from sim.batches.statistics import Statistics, statistics, token_bytes
 from sim.schedule.ir.masks import Band
 

@@ -19,7 +19,7 @@ from calibrate.published.reading import kernel_point, transfer_point
 from calibrate.residuals import explained
 from runtime.execution.attention_choice import NAMES
 from runtime.processes.launch import Session
-from sim.engine.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel, measured_cluster
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import HostCopy

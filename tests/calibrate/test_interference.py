@@ -17,9 +17,9 @@ from calibrate.interference_schedules import AMONG_RANKS, Transfer, interference
 from calibrate.plan import Plan
 from calibrate.residuals import explained
 from runtime.processes.launch import Session
-from sim.engine.cost import CostModel
-from sim.engine.phases import Flow
-from sim.engine.simulate import simulate
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Flow
+from sim.engine.play.simulate import simulate
 from sim.schedule.proof.check import check
 from sim.words.profile import Machine, Point, Profile, Slowdown
 from sim.words.workload import load_model

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from longstep import InputError, predict
-from sim.engine.algorithms import LinkTraffic
-from sim.engine.collectives import link_traffic
-from sim.engine.least import least_seconds, needs
+from sim.engine.traffic.algorithms import LinkTraffic
+from sim.engine.traffic.collectives import link_traffic
+from sim.engine.traffic.least import least_seconds, needs
 from sim.schedule.ir.ops import CollectiveName
 from tests.engine.test_fabrics import FABRICS, cluster_of
 from tests.helpers import make_cluster_spec

@@ -14,7 +14,7 @@ import longstep
 from calibrate.published.reading import rows
 from calibrate.published.ultraattn import transfers
 from sim.engine.channels import held_by_collective, held_by_messages, peer_of
-from sim.engine.cost import CostModel
+from sim.engine.costs.cost import CostModel
 from sim.words.profile import load_profile
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster, load_cluster

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from sim.base.errors import InputError
-from sim.engine.collectives import LinkTraffic, link_name, link_traffic
+from sim.engine.traffic.collectives import LinkTraffic, link_name, link_traffic
 from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster

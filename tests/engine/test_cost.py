@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from sim.base.errors import InputError
 from sim.base.presets import override
-from sim.engine.cost import CostModel
-from sim.engine.kernel_table import KernelTable
-from sim.engine.phases import Activity, Flow, Latency, Wait
-from sim.engine.report import floors
-from sim.engine.series import Figures, Series, Work
-from sim.engine.simulate import simulate
-from sim.engine.transfer_table import waits_s
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.kernel_table import KernelTable
+from sim.engine.costs.phases import Activity, Flow, Latency, Wait
+from sim.engine.costs.series import Figures, Series, Work
+from sim.engine.costs.transfer_table import waits_s
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import floors
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, DocumentBlock, Span
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import longstep
-from sim.engine.critical import Span, critical_path, shares, strip
-from sim.engine.sensitivity import elasticities
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
+from sim.engine.results.critical import Span, critical_path, shares, strip
+from sim.engine.results.sensitivity import elasticities
 from sim.schedule.proof.check import Checked
 from sim.words.workload import Workload
 from tests.engine.test_engines import requires_compiler

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from sim.engine.difference import Ratio, difference
-from sim.engine.learned import LEAST, NOTHING, Learned, StepErrors
-from sim.engine.simulate import simulate
+from sim.engine.intervals.difference import Ratio, difference
+from sim.engine.intervals.learned import LEAST, NOTHING, Learned, StepErrors
+from sim.engine.play.simulate import simulate
 from tests.engine.test_interval import CLUSTER, WORK, make_profile
 from tests.helpers import make_checked
 

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.engine.clock import Clock
-from sim.engine.collectives import link_traffic
-from sim.engine.cost import CostModel
-from sim.engine.network import Network
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.clock import Clock
+from sim.engine.play.network import Network
+from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
@@ -301,7 +301,7 @@ def test_the_oracle_itself() -> None:
 @pytest.mark.parametrize(("fabric", "nodes", "gpus"), FABRICS)
 @pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "all_reduce"])
 def test_collectives_never_beat_their_bound(fabric: Fabric, nodes: int, gpus: int, kind: CollectiveName) -> None:
-    from sim.engine.least import least_seconds, needs
+    from sim.engine.traffic.least import least_seconds, needs
 
     cluster = cluster_of(fabric, nodes, gpus)
     ranks = tuple(range(nodes * gpus))

@@ -9,10 +9,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from sim.engine.collectives import link_traffic
-from sim.engine.least import least_seconds, needs, rate
-from sim.engine.lowered import part_bytes
-from sim.engine.report import floors
+from sim.engine.play.lowered import part_bytes
+from sim.engine.results.report import floors
+from sim.engine.traffic.collectives import link_traffic
+from sim.engine.traffic.least import least_seconds, needs, rate
 from sim.schedule.ir.ops import OFFLOAD, Collective, CollectiveName, HostCopy
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked

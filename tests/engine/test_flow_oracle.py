@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from sim.base.presets import override
-from sim.engine.collectives import link_traffic
+from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from sim.base.errors import InputError
-from sim.engine.collectives import link_traffic
-from sim.engine.cost import CostModel
-from sim.engine.figures import HOST, figures_of
-from sim.engine.fold import Fold, fold
-from sim.engine.report import report
-from sim.engine.sensitivity import played_s
-from sim.engine.simulate import STEADY, Engine, Jitter, Prepared, Simulation
-from sim.engine.worlds import Change, worlds
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.fold import Fold, fold
+from sim.engine.play.simulate import STEADY, Engine, Jitter, Prepared, Simulation
+from sim.engine.results.figures import HOST, figures_of
+from sim.engine.results.report import report
+from sim.engine.results.sensitivity import played_s
+from sim.engine.results.worlds import Change, worlds
+from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.methods import ulysses
 from sim.schedule.proof.check import Checked, check
 from sim.words.mesh import Mesh

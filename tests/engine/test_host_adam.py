@@ -10,9 +10,9 @@ import pytest
 
 import longstep
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel, host_passes
-from sim.engine.jitter import STEADY
-from sim.engine.phases import Flow
+from sim.engine.costs.cost import CostModel, host_passes
+from sim.engine.costs.phases import Flow
+from sim.engine.play.jitter import STEADY
 from sim.schedule.ir.ops import HostAdamW
 from sim.schedule.ir.program import Program
 from sim.schedule.write.builder import ProgramBuilder

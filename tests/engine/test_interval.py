@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from sim.accounts.breakdown import critical_rank, overlapped_s
-from sim.engine.interval import Interval, _by_points
-from sim.engine.interval import interval as learned_interval
-from sim.engine.learned import LEAST, NOTHING, Learned, StepErrors
-from sim.engine.report import report
-from sim.engine.simulate import Engine, Jitter, Simulation, simulate
+from sim.engine.intervals.interval import Interval, _by_points
+from sim.engine.intervals.interval import interval as learned_interval
+from sim.engine.intervals.learned import LEAST, NOTHING, Learned, StepErrors
+from sim.engine.play.simulate import Engine, Jitter, Simulation, simulate
+from sim.engine.results.report import report
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.proof.check import Checked
 from sim.words.profile import Issue, Machine, Point, Profile, Spread, Sustained
@@ -148,7 +148,7 @@ def test_only_who_asks_for_the_interval_simulates_more(monkeypatch: pytest.Monke
         asked.append((checked, cluster, jitter))
         return simulate(checked, cluster, profile, jitter, engine=engine)
 
-    monkeypatch.setattr("sim.engine.interval.simulate", counted)
+    monkeypatch.setattr("sim.engine.intervals.interval.simulate", counted)
     plain = report(simulation)
     assert (plain.interval_s, asked) == (None, [])
     found = report(simulation, with_interval=True)

@@ -10,13 +10,13 @@ import pytest
 
 import longstep
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel
-from sim.engine.fold import Fold
-from sim.engine.interval import interval
-from sim.engine.jitter import CHIPS, HANDOFFS, STEADY, Jitter
-from sim.engine.learned import NOTHING
-from sim.engine.report import report
-from sim.engine.simulate import Engine, Simulation, simulate
+from sim.engine.costs.cost import CostModel
+from sim.engine.intervals.interval import interval
+from sim.engine.intervals.learned import NOTHING
+from sim.engine.play.fold import Fold
+from sim.engine.play.jitter import CHIPS, HANDOFFS, STEADY, Jitter
+from sim.engine.play.simulate import Engine, Simulation, simulate
+from sim.engine.results.report import report
 from sim.schedule.ir import ops
 from sim.schedule.proof.check import Checked
 from sim.words.profile import at_rates, load_profile
@@ -181,10 +181,10 @@ def test_seeds_that_are_played_at_once_are_those_of_one_after_the_other(monkeypa
     def played() -> Simulation:
         return longstep.predict("ring", model="tiny", cluster="hgx-h100", gpus=2, seq="8K", layers=2).simulation
 
-    monkeypatch.setattr("sim.engine.native.num_cores", lambda: 1)
+    monkeypatch.setattr("sim.engine.play.native.num_cores", lambda: 1)
     in_turn = played()
-    monkeypatch.setattr("sim.engine.native.num_cores", lambda: 4)
-    monkeypatch.setattr("sim.engine.native._FEW_OPS", 0)
+    monkeypatch.setattr("sim.engine.play.native.num_cores", lambda: 4)
+    monkeypatch.setattr("sim.engine.play.native._FEW_OPS", 0)
     at_once = played()
     assert len({*in_turn.step_times_s}) == 5
     assert at_once.step_times_s == in_turn.step_times_s

@@ -9,8 +9,8 @@ import pytest
 from experiments.evidence.headlines import steps_on
 from experiments.evidence.published import read_all
 from experiments.evidence.record import judged, kept_records
-from sim.engine.learned import LEAST, NOTHING, Learned, StepErrors, shipped
-from sim.engine.regime import Regime
+from sim.engine.intervals.learned import LEAST, NOTHING, Learned, StepErrors, shipped
+from sim.engine.intervals.regime import Regime
 from sim.setup.names import DATASHEET
 
 

@@ -10,10 +10,10 @@ import pytest
 
 import longstep
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel
-from sim.engine.interval import interval
-from sim.engine.learned import NOTHING
-from sim.engine.load import Load
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.load import Load
+from sim.engine.intervals.interval import interval
+from sim.engine.intervals.learned import NOTHING
 from sim.schedule.derive.kernels import KernelUse
 from sim.words.profile import Bound, PowerLaw, Profile, Sustained, at_rates, load_profile
 from topology.cluster import Cluster, load_cluster

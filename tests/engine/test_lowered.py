@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sim.engine.lowered import Lowered
+from sim.engine.play.lowered import Lowered
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES

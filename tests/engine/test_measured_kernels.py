@@ -8,8 +8,8 @@ from importlib import resources
 
 import pytest
 
-from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.tiles import use_of
+from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.tiles import use_of
 from sim.schedule.derive.kernels import KernelUse
 from sim.words.profile import TRANSFERS, Point, load_profile
 from topology.cluster import Cluster

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 
 from calibrate.published import PUBLISHED
-from sim.engine.collectives import wire_bytes
-from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.least import least_seconds, needs
-from sim.engine.phases import Flow, Latency
-from sim.engine.transfer_table import spread_of
+from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.phases import Flow, Latency
+from sim.engine.costs.transfer_table import spread_of
+from sim.engine.traffic.collectives import wire_bytes
+from sim.engine.traffic.least import least_seconds, needs
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from sim.schedule.ir.views import Split, View
 from sim.words.profile import TRANSFERS, Point, Profile, load_profile

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from sim.accounts.trace import Trace
-from sim.engine.simulate import Engine, simulate
+from sim.engine.play.simulate import Engine, simulate
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.hops import MessageForm
 from sim.words.mesh import Mesh

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.engine.clock import Clock
-from sim.engine.network import Network
-from sim.engine.phases import Activity, Flow, Latency, Wait
+from sim.engine.costs.phases import Activity, Flow, Latency, Wait
+from sim.engine.play.clock import Clock
+from sim.engine.play.network import Network
 from topology.fabrics import Resource
 
 

@@ -8,11 +8,11 @@ import pytest
 from calibrate.published import PUBLISHED
 from sim.base.errors import InputError
 from sim.base.presets import override, preset_names
-from sim.engine.clock import Clock
-from sim.engine.collectives import link_traffic
-from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.least import least_seconds, needs
-from sim.engine.network import Network
+from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.play.clock import Clock
+from sim.engine.play.network import Network
+from sim.engine.traffic.collectives import link_traffic
+from sim.engine.traffic.least import least_seconds, needs
 from sim.words.profile import load_profile
 from tests.engine.test_measured_points import COLLECTIVES
 from tests.engine.test_transfers import GROUPS, SIZES, Machine

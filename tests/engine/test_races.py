@@ -9,7 +9,7 @@ import pytest
 
 import longstep
 from longstep import Prediction
-from sim.engine.races import races
+from sim.engine.results.races import races
 
 
 def ms_of(found: Prediction, what: str) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sim.engine.regime import Regime, _host_s, _kernels_s, regime
-from sim.engine.simulate import simulate
+from sim.engine.intervals.regime import Regime, _host_s, _kernels_s, regime
+from sim.engine.play.simulate import simulate
 from sim.words.profile import Issue, Spread
 from tests.engine.test_interval import CLUSTER, WORK, make_profile
 from tests.helpers import make_checked, make_cluster_spec

@@ -11,8 +11,8 @@ import pytest
 
 from sim.accounts.memory import TERMS, counters, terms_in_use, walks
 from sim.accounts.trace import to_chrome
-from sim.engine.report import Report
-from sim.engine.room import BASIS, Room
+from sim.engine.results.report import Report
+from sim.engine.results.room import BASIS, Room
 from sim.plan.search.room import room
 from sim.setup.setup import Setup
 from topology.reserved import OF_CUDA

@@ -9,11 +9,12 @@ import pytest
 
 import longstep
 from longstep import InputError, Prediction
-from sim.engine import native, reference, sensitivity
-from sim.engine.figures import HOST, figures_of
-from sim.engine.sensitivity import STEP, bound, elasticities, played_s
-from sim.engine.simulate import Prepared, Simulation
-from sim.engine.worlds import Change
+from sim.engine.play import native, reference
+from sim.engine.play.simulate import Prepared, Simulation
+from sim.engine.results import sensitivity
+from sim.engine.results.figures import HOST, figures_of
+from sim.engine.results.sensitivity import STEP, bound, elasticities, played_s
+from sim.engine.results.worlds import Change
 from sim.native.library import UnavailableError
 from tests.engine.test_engines import requires_compiler
 from tests.engine.test_what_ifs import configurations

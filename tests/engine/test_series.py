@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.engine.series import Curve, Figures, Series, Work, grown
+from sim.engine.costs.series import Curve, Figures, Series, Work, grown
 
 ON = Figures(1e12, 1e10, 5e-6)
 POINTS = st.lists(

@@ -13,9 +13,9 @@ from msgspec import UNSET, UnsetType
 from sim.accounts.breakdown import breakdown
 from sim.accounts.trace import Trace
 from sim.base.errors import InputError
-from sim.engine.network import _SLACK
-from sim.engine.report import floors, report
-from sim.engine.simulate import simulate
+from sim.engine.play.network import _SLACK
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import floors, report
 from sim.schedule.ir.masks import FULL, Span
 from sim.schedule.ir.ops import OFFLOAD, AllGather, Attend, HostSync
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule

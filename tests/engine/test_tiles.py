@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from calibrate.tiles import fitted_tiles, tile_models
-from sim.engine.tiles import TiledAttention, busiest, tiled_s
+from sim.engine.costs.tiles import TiledAttention, busiest, tiled_s
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.words.profile import Point, TileModel

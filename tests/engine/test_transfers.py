@@ -10,9 +10,9 @@ import pytest
 from calibrate.published import PUBLISHED, between_nodes
 from sim.base.presets import override
 from sim.engine.channels import peer_of
-from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.least import least_seconds, needs
-from sim.engine.phases import Activity, Flow, Latency
+from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.phases import Activity, Flow, Latency
+from sim.engine.traffic.least import least_seconds, needs
 from sim.words.profile import load_profile
 from tests.engine.test_measured_points import COLLECTIVES
 from tests.helpers import slow_but

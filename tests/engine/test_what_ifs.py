@@ -10,7 +10,7 @@ import pytest
 
 import longstep
 from longstep import InputError, Prediction
-from sim.engine.races import RACE, races
+from sim.engine.results.races import RACE, races
 from sim.schedule.methods.catalog import SCHEDULES
 
 RATES = ("hbm", "nvlink", "nic", "gpu.peak_flops_per_s.bf16")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import longstep
-from sim.engine.figures import COMPUTE, HBM, HOST, LAUNCHES, figures_of, scaled
-from sim.engine.simulate import simulate
-from sim.engine.worlds import FEW, MOST, Change, worlds
+from sim.engine.play.simulate import simulate
+from sim.engine.results.figures import COMPUTE, HBM, HOST, LAUNCHES, figures_of, scaled
+from sim.engine.results.worlds import FEW, MOST, Change, worlds
 from tests.engine.test_engines import cells, requires_compiler
 
 
@@ -51,7 +51,7 @@ def test_many_ops_carry_few_worlds_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     found = longstep.predict("usp", model="llama3-8b", cluster="hgx-h100", seq="32K", scope="attention").simulation
     changes = [Change((figure,), 2.0) for figure in figures_of(found.cluster.spec, found.profile)]
     meant = worlds(found, changes)
-    monkeypatch.setattr("sim.engine.worlds._MANY", 0)
+    monkeypatch.setattr("sim.engine.results.worlds._MANY", 0)
     assert len(changes) > FEW
     assert worlds(found, changes) == meant
 
@@ -63,7 +63,7 @@ def test_worlds_are_the_same_however_many_a_player_can_carry(count: int, monkeyp
     figures = figures_of(found.cluster.spec, found.profile)
     changes = [Change((figures[number % len(figures)],), 2.0 + number) for number in range(count)]
     carried = worlds(found, changes)
-    monkeypatch.setattr("sim.engine.worlds.SIZES", (MOST,))
+    monkeypatch.setattr("sim.engine.results.worlds.SIZES", (MOST,))
     assert worlds(found, changes) == carried
 
 

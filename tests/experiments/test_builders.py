@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sim.base.errors import InputError
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 from sim.setup.names import OwnSchedule
 from sim.setup.setup import Setup
 from topology.cluster import Cluster

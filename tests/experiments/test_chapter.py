@@ -28,8 +28,8 @@ from experiments.pages.chapter import executed_section, front_table, on_front_pa
 from experiments.verbs.cli import main
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
-from sim.engine.interval import Interval
-from sim.engine.learned import Learned
+from sim.engine.intervals.interval import Interval
+from sim.engine.intervals.learned import Learned
 from tests.experiments.case_files import OPS
 from tests.experiments.test_sweep_page import RING, ULYSSES, make_found, make_record
 

@@ -25,7 +25,7 @@ from experiments.verbs.validate import Validate, validate
 from longstep import predict, table
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
-from sim.engine.report import Report
+from sim.engine.results.report import Report
 from sim.schedule.ir.program import Schedule
 from sim.words.profile import Machine, MeasuredJitter, Profile, load_profile, save_profile
 from tests.helpers import slow_but, traces_in

@@ -12,8 +12,8 @@ from experiments.pages.comparison_page import page
 from runtime.run import Step
 from sim.accounts.breakdown import PARTS, breakdown
 from sim.accounts.trace import Player, Trace
-from sim.engine.report import report
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import report
 from sim.words.workload import Workload
 from tests.experiments.reading import HOSTILE, Read, loads_nothing
 from tests.helpers import make_checked, make_cluster_spec, make_model, trace_of

@@ -13,8 +13,8 @@ from experiments.evidence.coverage import REGIME_HEADS, StepSet, learned_from, r
 from experiments.evidence.executed_cases import executed_cases
 from experiments.evidence.published import CasePrediction, Reaches
 from experiments.verbs.cells import CellSelection
-from sim.engine.learned import LEAST, NOTHING, Learned, Reach, StepErrors
-from sim.engine.regime import Regime
+from sim.engine.intervals.learned import LEAST, NOTHING, Learned, Reach, StepErrors
+from sim.engine.intervals.regime import Regime
 from sim.setup.setup import Setup
 from tests.experiments.test_executed_cases import on_h100
 from tests.experiments.test_sweep_page import RING, ULYSSES, make_found

@@ -21,9 +21,9 @@ from experiments.evidence.record import RECORD_FILE, Record, begun, judged, read
 from experiments.verbs.cells import CellSelection
 from experiments.verbs.cli import main, with_flags
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel
-from sim.engine.fold import Fold
-from sim.engine.jitter import Jitter, Stretch
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.fold import Fold
+from sim.engine.play.jitter import Jitter, Stretch
 from sim.setup.setup import Setup
 from sim.words.profile import load_profile, save_profile
 from tests.experiments.test_sweep_page import RING, make_found, make_record

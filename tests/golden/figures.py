@@ -2,8 +2,8 @@
 
 import msgspec
 
-from sim.engine.report import report
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import report
 from sim.schedule.methods import ring, ulysses
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh

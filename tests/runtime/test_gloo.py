@@ -26,8 +26,8 @@ from sim.accounts.breakdown import breakdown
 from sim.accounts.memory import walk
 from sim.base.errors import RankError
 from sim.batches.batch import batch
-from sim.batches.wlb import wlb
-from sim.engine.simulate import simulate
+from sim.batches.planners.wlb import wlb
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.ops import COMPUTE, Barrier, HostSync
 from sim.schedule.ir.plan import Plan
 from sim.schedule.ir.program import Program, Schedule

@@ -11,8 +11,8 @@ import torch
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.base.errors import ScheduleError
-from sim.engine.report import report
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import report
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods import ring

@@ -19,7 +19,7 @@ from runtime.execution.virtual import execute_virtual
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.base.errors import InputError, ScheduleError
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.masks import Span
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.words.workload import Workload

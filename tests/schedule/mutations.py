@@ -30,7 +30,7 @@ from rich.table import Table
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.base.errors import InputError, LongstepError, ScheduleError
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.program import Schedule
 from sim.schedule.proof.check import Checked, check
 from sim.words.workload import Workload

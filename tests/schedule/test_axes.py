@@ -14,7 +14,7 @@ from runtime.execution.virtual import execute_virtual
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.base.errors import ScheduleError
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import ONE, Span, mask_of
 from sim.schedule.ir.ops import AllGather, Exchange, Message

@@ -16,9 +16,9 @@ from sim.balance.planners import playing
 from sim.base.errors import ScheduleError
 from sim.batches.batch import batch
 from sim.batches.planned import Planned
-from sim.batches.static import permuted
-from sim.batches.wlb import wlb
-from sim.engine.simulate import simulate
+from sim.batches.planners.static import permuted
+from sim.batches.planners.wlb import wlb
+from sim.engine.play.simulate import simulate
 from sim.schedule.derive.matching import wire_bytes
 from sim.schedule.ir.ops import AllGather, Attend, Copy, Exchange, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule

@@ -12,7 +12,7 @@ from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.accounts.memory import walk
 from sim.base.errors import InputError, ScheduleError
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.ir.ops import Accumulate, Exchange, LinearAttendBackward, Op, StateProduct, StateSum
 from sim.schedule.ir.program import Schedule

@@ -12,7 +12,7 @@ import pytest
 from sim.accounts.footprint import footprint
 from sim.accounts.memory import terms_in_use
 from sim.base.errors import InputError
-from sim.engine.simulate import STEADY
+from sim.engine.play.simulate import STEADY
 from sim.schedule.ir.ops import (
     AdamW,
     AllGather,

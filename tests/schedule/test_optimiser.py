@@ -22,7 +22,7 @@ from runtime.execution.virtual import execute_virtual
 from sim.accounts.memory import lifetimes, walk
 from sim.accounts.trace import Row
 from sim.base.errors import InputError
-from sim.engine.simulate import STEADY, Jitter, simulate
+from sim.engine.play.simulate import STEADY, Jitter, simulate
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import HostAdamW, HostCopy, ReduceScatter
 from sim.schedule.ir.program import Schedule

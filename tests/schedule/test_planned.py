@@ -16,7 +16,7 @@ from runtime.execution.virtual import attention_seconds, execute_virtual
 from sim.accounts.breakdown import attention_s
 from sim.base.errors import InputError
 from sim.batches.batch import batch
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 from sim.schedule.derive.matching import wire_bytes
 from sim.schedule.ir.masks import Band, Span, count_pairs, mask_of
 from sim.schedule.ir.ops import Attend, Exchange, HostSync

@@ -13,9 +13,9 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.accounts.memory import walks
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel
-from sim.engine.jitter import Jitter
-from sim.engine.phases import Flow
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Flow
+from sim.engine.play.jitter import Jitter
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.derive.tiles import tiles
 from sim.schedule.ir.ops import Gemm, Kernel, Op, TiledMlp, TiledMlpBackward

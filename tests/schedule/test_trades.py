@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from sim.engine.simulate import simulate
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.ops import COMPUTE, HOST, AllToAll, Exchange, HostSync
 from sim.schedule.methods.ulysses import build as ulysses
 from sim.schedule.methods.upipe import UPipeOptions

@@ -10,7 +10,7 @@ import pytest
 from sim.accounts.footprint import footprint
 from sim.accounts.memory import terms_in_use, walks
 from sim.base.errors import InputError
-from sim.engine.simulate import STEADY, simulate
+from sim.engine.play.simulate import STEADY, simulate
 from sim.schedule.ir.ops import FETCH, AllGather, HostAdamW, HostCopy
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES

@@ -9,8 +9,8 @@ import pytest
 
 import longstep
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel
-from sim.engine.interval import interval
+from sim.engine.costs.cost import CostModel
+from sim.engine.intervals.interval import interval
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.ops import CrossEntropy, RmsNorm

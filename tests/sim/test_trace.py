@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sim.accounts.breakdown import PARTS, PartName, breakdown, critical_rank, overlapped_s, waiting_s
 from sim.accounts.trace import Counter, Row, Trace, to_chrome
-from sim.engine.simulate import Jitter, simulate
+from sim.engine.play.simulate import Jitter, simulate
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.words.workload import Workload

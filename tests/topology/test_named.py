@@ -9,8 +9,8 @@ import pytest
 import longstep
 from sim.base.errors import InputError
 from sim.base.presets import override
-from sim.engine.collectives import link_traffic
-from sim.engine.least import least_seconds, needs
+from sim.engine.traffic.collectives import link_traffic
+from sim.engine.traffic.least import least_seconds, needs
 from topology.cluster import Cluster, load_cluster
 
 

@@ -11,9 +11,9 @@ import networkx as nx
 import pytest
 
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel
-from sim.engine.phases import Flow, Latency
-from sim.engine.simulate import simulate
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Flow, Latency
+from sim.engine.play.simulate import simulate
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.words.profile import load_profile

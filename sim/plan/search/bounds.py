@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from sim.accounts.memory import walk
 from sim.base.garbage import garbage_collection_off
-from sim.engine.cost import CostModel
-from sim.engine.lowered import largest_part
-from sim.engine.report import link_floors
-from sim.engine.room import Room, room_of
-from sim.engine.work import Work
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.lowered import largest_part
+from sim.engine.play.work import Work
+from sim.engine.results.report import link_floors
+from sim.engine.results.room import Room, room_of
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.ir.ops import COMPUTE, OFFLOAD, Collective, Exchange, HostCopy, StateKernel

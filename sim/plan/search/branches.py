@@ -10,12 +10,12 @@ import msgspec
 from sim.accounts.memory import walks
 from sim.base.errors import InputError
 from sim.base.garbage import garbage_collection_off
-from sim.engine.extrapolated import decisive
-from sim.engine.interval import Interval
-from sim.engine.report import evidence
-from sim.engine.room import Limit, Room, room_of
-from sim.engine.sensitivity import bound
-from sim.engine.simulate import Simulation, simulate
+from sim.engine.intervals.extrapolated import decisive
+from sim.engine.intervals.interval import Interval
+from sim.engine.play.simulate import Simulation, simulate
+from sim.engine.results.report import evidence
+from sim.engine.results.room import Limit, Room, room_of
+from sim.engine.results.sensitivity import bound
 from sim.plan.search.bounds import Least, least_of_any, least_room, least_seconds
 from sim.plan.search.room import room
 from sim.plan.search.space import Branch

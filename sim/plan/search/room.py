@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sim.accounts.memory import walks
 from sim.base.garbage import garbage_collection_off
-from sim.engine.fold import Fold, fold
-from sim.engine.room import Room, room_of
+from sim.engine.play.fold import Fold, fold
+from sim.engine.results.room import Room, room_of
 from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.program import Header
 from sim.schedule.methods.one_device import on_one_device

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sim.base.errors import InputError
-from sim.engine.room import Limit
+from sim.engine.results.room import Limit
 from sim.plan.search.branches import Played, least_limits, played
 from sim.plan.search.space import Branch, Family
 from sim.setup import names

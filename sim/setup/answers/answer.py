@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sim.base.units import FEW, digits_within, length, number, seconds, seconds_between, size
-from sim.engine.extrapolated import Decisive, decisive
-from sim.engine.learned import shipped
-from sim.engine.regime import Regime, regime
-from sim.engine.report import Evidence, Report
-from sim.engine.series import BEYOND_RANGE
-from sim.engine.simulate import Simulation
+from sim.engine.costs.series import BEYOND_RANGE
+from sim.engine.intervals.extrapolated import Decisive, decisive
+from sim.engine.intervals.learned import shipped
+from sim.engine.intervals.regime import Regime, regime
+from sim.engine.play.simulate import Simulation
+from sim.engine.results.report import Evidence, Report
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.answers.places import place_of
 from sim.setup.global_batch import told

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 
 from sim.base.units import FEW, number, seconds, size
-from sim.engine.report import Report
-from sim.engine.room import Limit
+from sim.engine.results.report import Report
+from sim.engine.results.room import Limit
 from sim.setup.answers.answer import degrees
 from sim.setup.played import PlayedStep
 

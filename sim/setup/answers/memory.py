@@ -6,7 +6,7 @@ from typing import Any
 
 from sim.base.errors import InputError
 from sim.base.units import FEW, size
-from sim.engine.room import Limit
+from sim.engine.results.room import Limit
 from sim.setup.answers.table import Table
 from sim.setup.played import PlayedStep
 from topology.reserved import PARTS

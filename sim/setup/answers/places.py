@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from sim.base.units import FEW, digits_within, length, number, seconds, seconds_between, size
-from sim.engine.learned import shipped
-from sim.engine.regime import Regime
+from sim.engine.intervals.learned import shipped
+from sim.engine.intervals.regime import Regime
 from sim.setup.names import scope_title, tokens
 
 Row = Mapping[str, Any]

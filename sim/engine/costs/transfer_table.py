@@ -11,7 +11,7 @@ from statistics import geometric_mean
 from typing import NamedTuple
 
 from sim.engine.channels import Peer, peer_of
-from sim.engine.series import BEYOND_RANGE, Curve, Figures, between
+from sim.engine.costs.series import BEYOND_RANGE, Curve, Figures, between
 from sim.words.profile import TRANSFERS, Point, Profile
 from topology.specs import ClusterSpec
 

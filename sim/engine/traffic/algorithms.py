@@ -10,7 +10,7 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from sim.base.errors import InputError
-from sim.engine.ways import by_node, passes, ways_of
+from sim.engine.traffic.ways import by_node, passes, ways_of
 from topology.cluster import Cluster, Route
 from topology.direct import closed_ways
 from topology.direct import direct as direct_of

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from sim.engine import native, reference
-from sim.engine.cost import CostModel
-from sim.engine.lowered import Lowered
+from sim.engine.costs.cost import CostModel
+from sim.engine.play import reference
+from sim.engine.play.jitter import Stretch
+from sim.engine.play.lowered import Lowered, Times
 from sim.native.library import UnavailableError
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.words.workload import Scope, Workload, load_model
 from topology.cluster import Cluster, load_cluster
+
+Player = Callable[[Lowered, Cluster, CostModel, Stretch], Times]
+"""What plays a schedule with some noise: times of all ops."""
 
 
 class _Cell(NamedTuple):
@@ -43,14 +47,14 @@ _CELLS = (
 )
 
 
-def require_equal(library: ctypes.CDLL) -> None:
-    """Raise UnavailableError if a library plays any of the schedules other than the reference engine does."""
+def require_equal(play: Player) -> None:
+    """Raise UnavailableError if a player plays any of the schedules other than the reference engine does."""
     for cell in _CELLS:
-        if not _equal(library, cell):
+        if not _equal(play, cell):
             raise UnavailableError(f"its times of {cell.schedule} on {cell.cluster} are not those of SimPy's engine")
 
 
-def _equal(library: ctypes.CDLL, cell: _Cell) -> bool:
+def _equal(play: Player, cell: _Cell) -> bool:
     workload = Workload(
         model=load_model("tiny"), seq=64 * cell.ranks, scope=cell.scope, layers=1 + (cell.scope == "layer")
     )
@@ -62,5 +66,5 @@ def _equal(library: ctypes.CDLL, cell: _Cell) -> bool:
     cluster, lowered = Cluster(spec), Lowered(checked)
     stretch = 1 + np.arange(lowered.num_ops) % 7 / 50 if cell.stretched else None
     cost = CostModel(cluster, None)
-    found, _ = native.run(library, lowered, native.Priced(lowered, cluster, cost), stretch)
+    found = play(lowered, cluster, cost, stretch)
     return all(map(np.array_equal, found, reference.play(checked, cluster, cost, stretch)))

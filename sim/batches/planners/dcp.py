@@ -14,8 +14,8 @@ from sim.base.errors import InputError
 from sim.batches.batch import Batch
 from sim.batches.blocks import Blocks, cut, fitting_size, searched_sizes, written
 from sim.batches.counting import Ints
-from sim.batches.hypergraph import Limits, Vertices, partitioned, vertices_of
 from sim.batches.planned import Planned, require_ranks, timed
+from sim.batches.planners.hypergraph import Limits, Vertices, partitioned, vertices_of
 from sim.batches.seconds import PlanCosts, plan_seconds
 from sim.batches.statistics import TokenBytes
 from sim.schedule.ir.plan import Plan

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from sim.accounts.trace import Trace
 from sim.base.errors import InputError, ScheduleError
 from sim.base.garbage import garbage_collection_off
-from sim.engine import native
-from sim.engine.cost import CostModel
-from sim.engine.fold import Fold, fold
-from sim.engine.jitter import STEADY, Jitter, Stretch
-from sim.engine.lowered import Lowered, Times, lowered
+from sim.engine.costs.cost import CostModel
+from sim.engine.play import native
+from sim.engine.play.fold import Fold, fold
+from sim.engine.play.jitter import STEADY, Jitter, Stretch
+from sim.engine.play.lowered import Lowered, Times, lowered
 from sim.native.library import UnavailableError
 from sim.schedule.ir.program import require_checked
 from sim.schedule.proof.check import Checked
@@ -141,7 +141,7 @@ def _plays(folded: Fold, cost: CostModel, stretches: Sequence[Stretch], engine: 
             _say_once(str(error))
         else:
             return
-    from sim.engine import reference  # noqa: PLC0415 - SimPy is loaded only where it plays
+    from sim.engine.play import reference  # noqa: PLC0415 - SimPy is loaded only where it plays
 
     for stretch in stretches:
         yield reference.play(folded.checked, folded.cluster, cost, stretch)

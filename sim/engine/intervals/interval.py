@@ -11,10 +11,10 @@ import msgspec
 from sim.accounts.breakdown import critical_rank, overlapped_s
 from sim.accounts.trace import Trace
 from sim.base.kept import kept
-from sim.engine.cost import measured_cluster
-from sim.engine.learned import Learned, Reach, shipped
-from sim.engine.regime import regime
-from sim.engine.simulate import Simulation, simulate
+from sim.engine.costs.cost import measured_cluster
+from sim.engine.intervals.learned import Learned, Reach, shipped
+from sim.engine.intervals.regime import regime
+from sim.engine.play.simulate import Simulation, simulate
 from sim.words.profile import Bound, Profile
 
 _BOUNDS: tuple[Bound, Bound] = ("low", "high")

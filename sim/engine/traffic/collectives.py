@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from sim.base.errors import InputError
-from sim.engine.algorithms import (
+from sim.engine.traffic.algorithms import (
     Gathers,
     LinkTraffic,
     chosen,

@@ -22,12 +22,12 @@ from typing import assert_never
 
 import numpy as np
 
-from sim.engine.clock import Clock, Then
-from sim.engine.cost import CostModel
-from sim.engine.jitter import Stretch
-from sim.engine.lowered import Times, largest_message, part_bytes
-from sim.engine.network import Network
-from sim.engine.phases import Activity, Flow, Latency, located
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Activity, Flow, Latency, located
+from sim.engine.play.clock import Clock, Then
+from sim.engine.play.jitter import Stretch
+from sim.engine.play.lowered import Times, largest_message, part_bytes
+from sim.engine.play.network import Network
 from sim.schedule.derive.matching import Key
 from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir import ops

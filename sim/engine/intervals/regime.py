@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from sim.engine.lowered import lowered
-from sim.engine.simulate import Simulation
-from sim.engine.work import links_s
+from sim.engine.play.lowered import lowered
+from sim.engine.play.simulate import Simulation
+from sim.engine.play.work import links_s
 
 Regime = Literal["kernels", "links", "host"]
 

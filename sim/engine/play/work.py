@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.base.kept import kept
-from sim.engine.collectives import link_traffic
-from sim.engine.cost import host_bytes
-from sim.engine.lowered import lowered
+from sim.engine.costs.cost import host_bytes
+from sim.engine.play.lowered import lowered
+from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.ir.ops import OFFLOAD, CollectiveName, HostCopy
 from sim.schedule.proof.check import Checked
 from sim.words.workload import Dtype

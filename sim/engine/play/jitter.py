@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from sim.base.errors import InputError
 from sim.base.kept import kept
-from sim.engine.cost import CostModel
-from sim.engine.fold import Fold
-from sim.engine.lowered import lowered
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.fold import Fold
+from sim.engine.play.lowered import lowered
 from sim.schedule.proof.check import Checked
 
 KERNELS = 0.0127

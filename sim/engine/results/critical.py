@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sim.engine.collectives import link_traffic
-from sim.engine.lowered import (
+from sim.engine.play.lowered import (
     COLLECTIVE,
     EXCHANGE,
     HOST_COPY,
@@ -24,8 +23,9 @@ from sim.engine.lowered import (
     Lowered,
     lowered,
 )
-from sim.engine.simulate import Simulation
-from sim.engine.work import played, work_of
+from sim.engine.play.simulate import Simulation
+from sim.engine.play.work import played, work_of
+from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.derive.kernels import KernelUse
 from sim.words.workload import FLOATS
 from topology.cluster import Cluster

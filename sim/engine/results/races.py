@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from sim.accounts.breakdown import critical_rank
-from sim.engine.lowered import COLLECTIVE, EXCHANGE, KERNEL, Array, lowered
-from sim.engine.native import held
-from sim.engine.phases import Flow
-from sim.engine.simulate import Simulation
+from sim.engine.costs.phases import Flow
+from sim.engine.play.lowered import COLLECTIVE, EXCHANGE, KERNEL, Array, lowered
+from sim.engine.play.native import held
+from sim.engine.play.simulate import Simulation
 
 RACE = 1.02
 """How far seeds of noise may be apart, as a factor, before the answer says so: noise of kernels alone makes less than

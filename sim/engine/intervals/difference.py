@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sim.engine.interval import bounds
-from sim.engine.learned import Learned, shipped
-from sim.engine.regime import regime
-from sim.engine.simulate import Simulation
+from sim.engine.intervals.interval import bounds
+from sim.engine.intervals.learned import Learned, shipped
+from sim.engine.intervals.regime import regime
+from sim.engine.play.simulate import Simulation
 
 
 class Ratio(NamedTuple):

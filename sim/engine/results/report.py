@@ -11,13 +11,13 @@ import msgspec
 from sim.accounts.breakdown import PartName, breakdown, critical_rank
 from sim.accounts.memory import MemoryWalk, walks
 from sim.base.garbage import garbage_collection_off
-from sim.engine.interval import Interval, interval
-from sim.engine.least import Need, needs, rate
-from sim.engine.races import races
-from sim.engine.room import Room, Verdict, held_by_socket, room_of, tiers
-from sim.engine.sensitivity import NOT_ASKED, bound
-from sim.engine.simulate import Simulation
-from sim.engine.work import Work, of_routes, played, work_of
+from sim.engine.intervals.interval import Interval, interval
+from sim.engine.play.simulate import Simulation
+from sim.engine.play.work import Work, of_routes, played, work_of
+from sim.engine.results.races import races
+from sim.engine.results.room import Room, Verdict, held_by_socket, room_of, tiers
+from sim.engine.results.sensitivity import NOT_ASKED, bound
+from sim.engine.traffic.least import Need, needs, rate
 from sim.schedule.ir.program import Claims
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
@@ -86,8 +86,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     schedule_hash: str
     evidence: Evidence
     saves: dict[str, float] = {}
-    """What doubling each figure saves, as shares of the step (``sim.engine.sensitivity.Bound``). The default is for
-    records that ship and are older than this field.
+    """What doubling each figure saves, as shares of the step (``sim.engine.results.sensitivity.Bound``). The default is
+    for records that ship and are older than this field.
     """
     room: Room | None = None
     """The memory of a training step by its terms, and its limits; None, and not in JSON, below that scope."""

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.engine.kernel_table import series_size
-from sim.engine.lowered import lowered
-from sim.engine.series import BEYOND_RANGE
-from sim.engine.simulate import Simulation
+from sim.engine.costs.kernel_table import series_size
+from sim.engine.costs.series import BEYOND_RANGE
+from sim.engine.play.lowered import lowered
+from sim.engine.play.simulate import Simulation
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, assert_never
 
-from sim.engine.clock import Clock, Then, Timer
-from sim.engine.phases import Activity, Flow, Latency, Wait
+from sim.engine.costs.phases import Activity, Flow, Latency, Wait
+from sim.engine.play.clock import Clock, Then, Timer
 from topology.fabrics import Resource
 
 _SLACK = 1.0 + 1e-9

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from sim.engine import native
-from sim.engine.cost import CostModel
-from sim.engine.figures import HOST_CALLS, LAUNCHES, Figure, scaled, with_calls
-from sim.engine.lowered import Array, Lowered, lowered
-from sim.engine.phases import Activity, Flow
-from sim.engine.simulate import Simulation
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Activity, Flow
+from sim.engine.play import native
+from sim.engine.play.lowered import Array, Lowered, lowered
+from sim.engine.play.simulate import Simulation
+from sim.engine.results.figures import HOST_CALLS, LAUNCHES, Figure, scaled, with_calls
 from sim.native.library import load
 from sim.words.profile import Profile
 from topology.cluster import Cluster

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from sim.base.presets import from_json
-from sim.engine.regime import Regime
+from sim.engine.intervals.regime import Regime
 
 BEYOND = 0.05
 """Share of measured steps that may lie beyond each end."""

@@ -11,15 +11,15 @@ from typing import NamedTuple
 from sim.base.errors import InputError
 from sim.base.kept import kept
 from sim.base.presets import converted
-from sim.engine.algorithms import slowest_link
 from sim.engine.channels import Peer, cores_of_threads, held_by_collective, held_by_messages, peer_of
-from sim.engine.collectives import algorithm, link_name, link_traffic, slowest_of_kind, usual_traffic, width_of
-from sim.engine.kernel_table import KernelTable
-from sim.engine.least import least_seconds, needs
-from sim.engine.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
-from sim.engine.series import Figures
-from sim.engine.transfer_table import Spread, TransferTable, waits_s
-from sim.engine.ways import by_node
+from sim.engine.costs.kernel_table import KernelTable
+from sim.engine.costs.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, Latency, Wait, located
+from sim.engine.costs.series import Figures
+from sim.engine.costs.transfer_table import Spread, TransferTable, waits_s
+from sim.engine.traffic.algorithms import slowest_link
+from sim.engine.traffic.collectives import algorithm, link_name, link_traffic, slowest_of_kind, usual_traffic, width_of
+from sim.engine.traffic.least import least_seconds, needs
+from sim.engine.traffic.ways import by_node
 from sim.schedule.derive.kernels import ELEMENTWISE, KernelUse, in_place_of
 from sim.schedule.ir.ops import (
     FETCH,

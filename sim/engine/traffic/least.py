@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple, assert_never
 
 from sim.base.kept import kept
-from sim.engine.ways import by_node
+from sim.engine.traffic.ways import by_node
 from sim.schedule.ir.ops import CollectiveName
 from topology.cluster import Cluster, Route
 from topology.kinds import DIRECT

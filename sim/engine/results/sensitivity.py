@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from sim.accounts.breakdown import kernels_s
 from sim.base.errors import InputError
-from sim.engine.figures import COMPUTE, HBM, HOST, Figure, figures_of
-from sim.engine.simulate import Prepared, Simulation
-from sim.engine.work import links_s
-from sim.engine.worlds import Change, World, worlds
+from sim.engine.play.simulate import Prepared, Simulation
+from sim.engine.play.work import links_s
+from sim.engine.results.figures import COMPUTE, HBM, HOST, Figure, figures_of
+from sim.engine.results.worlds import Change, World, worlds
 from sim.native.library import UnavailableError
 
 STEP = 0.02

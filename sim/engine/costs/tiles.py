@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.engine.series import BEYOND_RANGE
+from sim.engine.costs.series import BEYOND_RANGE
 from sim.schedule.derive.kernels import TILE, KernelUse
 from sim.words.profile import Point, TileModel
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, assert_never
 
 import numpy as np
 
 from sim.base.errors import InputError
-from sim.engine.cost import CostModel
-from sim.engine.jitter import Stretch
-from sim.engine.lowered import Array, Lowered, Times
-from sim.engine.phases import Activity, Flow, Latency, Wait
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Activity, Flow, Latency, Wait
+from sim.engine.play.jitter import Stretch
+from sim.engine.play.lowered import Array, Lowered, Times
 from sim.native.library import load
 from topology.cluster import Cluster
 from topology.host import num_cores
@@ -188,9 +188,14 @@ def library() -> ctypes.CDLL:
 
 
 def _require_equal(library: ctypes.CDLL) -> None:
-    from sim.engine import selfcheck  # noqa: PLC0415 - it loads SimPy, once per compilation
+    from sim.engine.play import selfcheck  # noqa: PLC0415 - it loads SimPy, once per compilation
 
-    selfcheck.require_equal(library)
+    selfcheck.require_equal(player(library))
+
+
+def player(library: ctypes.CDLL) -> Callable[[Lowered, Cluster, CostModel, Stretch], Times]:
+    """Return what plays by a library a schedule on a cluster, with its costs and some noise: the times of all ops."""
+    return lambda lowered, cluster, cost, stretch: run(library, lowered, Priced(lowered, cluster, cost), stretch)[0]
 
 
 def run(

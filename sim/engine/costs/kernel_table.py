@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from sim.engine.load import Load
-from sim.engine.series import Figures, Series, Work, between
-from sim.engine.tiles import TiledAttention, beyond_range
+from sim.engine.costs.load import Load
+from sim.engine.costs.series import Figures, Series, Work, between
+from sim.engine.costs.tiles import TiledAttention, beyond_range
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse
 from sim.words.profile import TRANSFERS, Point, Profile
 from sim.words.workload import Dtype
