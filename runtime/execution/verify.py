@@ -8,7 +8,7 @@ import torch
 from runtime.execution.inputs import reference, shard_of
 from runtime.execution.reference import relative_error
 from sim.base.errors import InputError
-from sim.schedule.ir.program import Port
+from sim.schedule.ir.fragments import Port
 from sim.schedule.model.scope import tensor_of
 from sim.schedule.proof.check import Checked
 from sim.words.workload import Dtype, Scope, Workload

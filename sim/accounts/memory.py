@@ -19,6 +19,7 @@ from sim.base.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import adopted, repeated_bytes, repeats, workspace_bytes
 from sim.schedule.ir.forms import Form
+from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.ops import (
     COMPUTE,
     FETCH,
@@ -33,7 +34,7 @@ from sim.schedule.ir.ops import (
     TiledKernel,
     TokenKernel,
 )
-from sim.schedule.ir.program import Fragment, Program, alone
+from sim.schedule.ir.program import Program, alone
 from sim.schedule.ir.views import Buffer, Category
 from sim.schedule.proof.check import Checked
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from sim.base.files import Kind
 from sim.base.kept import kept
+from sim.schedule.ir.fragments import Call, Fragment
 from sim.schedule.ir.ops import Communication, Part
-from sim.schedule.ir.program import Call, Fragment, Program, Schedule
+from sim.schedule.ir.program import Program, Schedule
 
 Player = Literal["simulated", "executed"]
 Times: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -65,7 +66,7 @@ def _of_fragment(fragment: Fragment) -> _Kinds:
 
 @kept
 def _sent_by(fragment: Fragment) -> list[int]:
-    nbytes = fragment.program(rank=0).nbytes
+    nbytes = Program.of_fragment(fragment, rank=0).nbytes
     return [sum(map(nbytes, op.reads)) if isinstance(op, Communication) else 0 for op in fragment.ops]
 
 

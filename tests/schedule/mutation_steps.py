@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sim.base.errors import InputError, ScheduleError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
     AdamW,
@@ -33,7 +34,6 @@ from sim.schedule.ir.ops import (
     Unpack,
     Zero,
 )
-from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check

@@ -15,10 +15,11 @@ from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.base.errors import ScheduleError
 from sim.engine.play.simulate import simulate
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import ONE, Span, mask_of
 from sim.schedule.ir.ops import AllGather, Exchange, Message
-from sim.schedule.ir.program import Claims, Communicator, Header, Port, Program, Schedule
+from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split, View
 from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ring_communicators
 from sim.schedule.proof.check import check

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from sim.base.errors import InputError, ScheduleError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Span
 from sim.schedule.ir.ops import (
     COMPUTE,
@@ -37,7 +38,7 @@ from sim.schedule.ir.ops import (
     Rope,
     Zero,
 )
-from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedule
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check

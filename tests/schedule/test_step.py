@@ -14,6 +14,7 @@ import torch
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.base.errors import InputError
+from sim.schedule.ir.fragments import Fragment, Port
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
     AdamW,
@@ -30,7 +31,7 @@ from sim.schedule.ir.ops import (
     Unpack,
     Zero,
 )
-from sim.schedule.ir.program import Fragment, Port, Schedule
+from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device

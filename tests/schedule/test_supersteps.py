@@ -11,9 +11,10 @@ import pytest
 
 from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.declare import rebound
+from sim.schedule.ir.fragments import Call, Fragment
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import AllGather, Gemm
-from sim.schedule.ir.program import Call, Communicator, Fragment, Header, Program, Schedule
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import block_of

@@ -22,7 +22,8 @@ from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.columns import together
 from sim.schedule.ir.forms import Form
-from sim.schedule.ir.program import Fragment, Program, Schedule, alone
+from sim.schedule.ir.fragments import Fragment
+from sim.schedule.ir.program import Program, Schedule, alone
 from sim.schedule.ir.views import Split, part_of
 from sim.schedule.proof.check import Checked
 
@@ -159,7 +160,7 @@ class Lowered:
 
     def _numbered(self, rank: int, fragment: Fragment, streams: list[str]) -> _Numbered:
         """Return what is distinct in a fragment by the numbers that it has here; ``streams`` are those of the rank."""
-        facts, alone = _facts(fragment.shared), fragment.program(rank)
+        facts, alone = _facts(fragment.shared), Program.of_fragment(fragment, rank)
         issues = [self.issues.number(key, one) for key, one in facts.issues]
         uses = [self.uses.number(use, use) for use in facts.uses]
         copies = [self.copies.number((rank, *key), (alone, op)) for key, op in facts.copies]
@@ -261,7 +262,7 @@ def _of_form(form: Form) -> _OfForm:
 
 @kept
 def _facts(fragment: Fragment) -> _Facts:
-    (forms, which, _), program = fragment.formed, fragment.program(rank=0)
+    (forms, which, _), program = fragment.formed, Program.of_fragment(fragment, rank=0)
     streams, issues, uses, copies = Distinct(), Distinct(), Distinct(), Distinct()
     communicators, kinds = Distinct(), Distinct()
     rows: list[tuple[int, ...]] = []

@@ -117,7 +117,7 @@ def _work_of(schedule: Schedule, program: Program) -> Work:
     groups = {one.name: one.group_of(rank) for one in header.communicators if any(rank in some for some in one.groups)}
     found = Work([Counter() for _ in range(header.mesh.size)], Counter(), Counter(), Counter(), Counter())
     for fragment, calls in Counter(call.fragment.shared for call in program.calls).items():
-        alone = fragment.program(rank)
+        alone = Program.of_fragment(fragment, rank)
         for op in fragment.ops:
             if isinstance(op, Exchange):
                 for peer, view in op.sends:

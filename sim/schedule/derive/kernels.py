@@ -18,6 +18,7 @@ import numpy as np
 from sim.base.kept import kept
 from sim.schedule.derive.tiles import tiles
 from sim.schedule.ir.forms import Form
+from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import (
     Attend,
@@ -44,7 +45,7 @@ from sim.schedule.ir.ops import (
     TiledKernel,
     TiledMlpBackward,
 )
-from sim.schedule.ir.program import Fragment, Program, alone
+from sim.schedule.ir.program import Program, alone
 from sim.words.options import AttentionName
 from sim.words.workload import DTYPE_BYTES, Dtype
 

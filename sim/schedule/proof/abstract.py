@@ -15,8 +15,9 @@ from sim.schedule.derive.show import window
 from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import CAUSAL, mask_of
-from sim.schedule.ir.program import Port, Program, Schedule
+from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.scope import is_sum, kind_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces

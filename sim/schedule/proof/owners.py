@@ -9,8 +9,9 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from sim.base.errors import ScheduleError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import ONE, Span
-from sim.schedule.ir.program import Port, Program, Schedule
+from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.scope import tensor_of, trained, units, updated
 from sim.schedule.proof.contents import Content, spell, union

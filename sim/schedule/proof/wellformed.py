@@ -13,9 +13,10 @@ from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.forms import Form
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import FULL, sharing_a_pair
-from sim.schedule.ir.program import Header, Port, Program, Schedule
+from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import kind_of, tensor_of, with_options
