@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.evidence.comparison import Comparison, compare
-    from experiments.evidence.execution import execute, verify
+    from experiments.evidence.executed.comparison import Comparison, compare
+    from experiments.evidence.executed.execution import execute, verify
     from sim.balance.balance import balance
     from sim.base.errors import InputError, LongstepError
     from sim.compare.crossover import crossover
@@ -51,8 +51,8 @@ __all__ = [
     "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
-    "experiments.evidence.comparison": ("Comparison", "compare"),
-    "experiments.evidence.execution": ("execute", "verify"),
+    "experiments.evidence.executed.comparison": ("Comparison", "compare"),
+    "experiments.evidence.executed.execution": ("execute", "verify"),
     "sim.base.errors": ("InputError", "LongstepError"),
     "sim.balance.balance": ("balance",),
     "sim.compare.crossover": ("crossover",),

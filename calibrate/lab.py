@@ -17,10 +17,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from calibrate.interference import short_cases
-from calibrate.kernels import RepeatedKernel
 from calibrate.lab_network import lab_network
-from calibrate.links import LinkCase, LinkKernel, LinkTimes, time_link
+from calibrate.measure.interference import short_cases
+from calibrate.measure.kernels import RepeatedKernel
+from calibrate.measure.links import LinkCase, LinkKernel, LinkTimes, time_link
 from runtime.execution.groups import start_together
 from runtime.lab.lab import Lab
 from runtime.processes.launch import Session

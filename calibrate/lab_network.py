@@ -10,7 +10,7 @@ import networkx as nx
 from runtime.lab.network import Network, Wire
 from sim.base.errors import InputError
 from topology.cluster import Cluster
-from topology.fabrics import Edge
+from topology.fabric.fabrics import Edge
 from topology.specs import ClusterSpec
 
 

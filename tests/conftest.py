@@ -39,7 +39,7 @@ hypothesis.settings.register_profile("longstep", derandomize=True, deadline=None
 hypothesis.settings.load_profile("longstep")
 
 
-EXECUTING = {"experiments.evidence.execution.execute"}
+EXECUTING = {"experiments.evidence.executed.execution.execute"}
 """Doctests that start processes: they cannot say so themselves."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from calibrate.leave_one_out import with_residuals
+from calibrate.held.leave_one_out import with_residuals
 from calibrate.published import attention, gpus, ultraattn
 from sim.base.errors import unknown
 from sim.words.profile import Profile

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.cases import cases_of
+from calibrate.measure.cases import cases_of
 from calibrate.published.reading import Averaged, geometric_mean, kernel_point, rows
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.methods import single

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.evidence.lab import LabRecord
+from experiments.evidence.executed.record import Record
+from experiments.evidence.links.lab import LabRecord
 from experiments.evidence.provenance import SWEEP_MARK
-from experiments.evidence.record import Record
 from sim.base.errors import InputError
 from sim.base.presets import decoded, from_json, read_bytes
 

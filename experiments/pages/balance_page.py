@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from experiments.pages.pictures import Drawn, is_narrow, picture
-from experiments.pages.plots import HUES, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
-from experiments.pages.render import render
+from experiments.pages.drawn.pictures import Drawn, is_narrow, picture
+from experiments.pages.drawn.plots import HUES, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
+from experiments.pages.drawn.render import render
 from sim.balance.balance import Balance
 from sim.base.units import seconds, size
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.evidence.peaks import PEAK, beside
-from experiments.pages.pictures import Drawn, Entry, is_narrow, legend, picture
-from experiments.pages.plots import HUES, SWATCH, Axis, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
-from experiments.pages.render import render
+from experiments.pages.drawn.pictures import Drawn, Entry, is_narrow, legend, picture
+from experiments.pages.drawn.plots import HUES, SWATCH, Axis, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
+from experiments.pages.drawn.render import render
 from sim.accounts.memory import TERMS
 from sim.base.units import length, size
 from sim.setup.answers.rows import of_ladder

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.pages.charts import Chart
-from experiments.pages.render import render
-from experiments.pages.step_charts import memory_chart, parts_chart, saves_chart
-from experiments.pages.still import still
-from experiments.pages.sweep_chapter import sweep_charts
+from experiments.pages.drawn.charts import Chart
+from experiments.pages.drawn.render import render
+from experiments.pages.drawn.step_charts import memory_chart, parts_chart, saves_chart
+from experiments.pages.drawn.still import still
+from experiments.pages.report.sweep_chapter import sweep_charts
 from sim.setup.answers.charts import Drawing
 from sim.setup.played import PlayedStep
 

@@ -10,13 +10,13 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from experiments.evidence.diagnosis import DRIFT
-from experiments.evidence.record import Judged, Record, judged, provenance, quiet_repeats, summary
-from experiments.pages import plots
-from experiments.pages.figures import figure as alone
-from experiments.pages.legend import BANDS, Kind, Looks
-from experiments.pages.pictures import NARROW, Drawn, Picture, is_narrow, picture
-from experiments.pages.render import render
+from experiments.evidence.executed.diagnosis import DRIFT
+from experiments.evidence.executed.record import Judged, Record, judged, provenance, quiet_repeats, summary
+from experiments.pages.drawn import plots
+from experiments.pages.drawn.figures import figure as alone
+from experiments.pages.drawn.legend import BANDS, Kind, Looks
+from experiments.pages.drawn.pictures import NARROW, Drawn, Picture, is_narrow, picture
+from experiments.pages.drawn.render import render
 from sim.base.units import length, percent
 from sim.words.workload import parse_length
 

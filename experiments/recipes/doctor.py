@@ -23,7 +23,7 @@ import msgspec
 from rich.console import Console
 
 import longstep
-from experiments.evidence.execution import measured_steps, open_session
+from experiments.evidence.executed.execution import measured_steps, open_session
 from experiments.evidence.provenance import command_line
 from experiments.verbs.calibrate import Calibrate, calibrate
 from longstep import Diagnosis, Measured, Setup

@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.executed_skew import executed_skews
+from experiments.evidence.executed.executed_skew import executed_skews
 from experiments.evidence.provenance import note_lines
 from experiments.pages.balance_page import page
-from experiments.pages.render import PAGE_FILE
-from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import listed
-from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
-from experiments.verbs.writes import Writes
+from experiments.pages.drawn.render import PAGE_FILE
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.selection import listed
+from experiments.verbs.shared.terminal import answered, print_json, progress, tell, tell_assumed
+from experiments.verbs.shared.writes import Writes
 from sim.balance.balance import of_several
 from sim.balance.planners import PLANNERS
 from sim.base.errors import InputError

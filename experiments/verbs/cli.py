@@ -25,7 +25,7 @@ import tyro
 from rich.logging import RichHandler
 
 from experiments.evidence.machine import NEEDS_TORCH
-from experiments.verbs.terminal import Printer, Ticker, printable
+from experiments.verbs.shared.terminal import Printer, Ticker, printable
 from sim.base.errors import InputError, LongstepError, RankError, none_of
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import FileSelection
-from experiments.verbs.terminal import print_json
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import FileSelection
+from experiments.verbs.shared.terminal import print_json
 from sim.base.errors import InputError
 from sim.explain.explain import of_imported
 from sim.explain.logs import read_log

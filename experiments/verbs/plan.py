@@ -14,10 +14,10 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
-from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
-from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
-from experiments.verbs.selection import StepSelection, listed
-from experiments.verbs.terminal import Ticker, print_json, printable, tell, tell_assumed
+from experiments.verbs.shared.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.quantities import read_bytes, read_count, read_prices, read_seconds
+from experiments.verbs.shared.selection import StepSelection, listed
+from experiments.verbs.shared.terminal import Ticker, print_json, printable, tell, tell_assumed
 from sim.base.errors import InputError
 from sim.base.units import FEW, length, number, seconds, size
 from sim.plan.answer import Plan as Found

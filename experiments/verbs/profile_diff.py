@@ -18,8 +18,8 @@ _WIDTH = 200
 
 def show_profile_diff(profile: Profile, other: Profile, console: Console) -> None:
     """Print how the points of ``profile`` compare with what ``other`` predicts of them."""
-    from calibrate.points import measured_s
-    from calibrate.profile_diff import profile_diff
+    from calibrate.held.points import measured_s
+    from calibrate.held.profile_diff import profile_diff
 
     found = profile_diff(profile, other)
     console.print(f"points of {_named(profile)}, predicted by {_named(other)}: predicted / measured time", markup=False)

@@ -12,11 +12,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import parts_line, print_json
-from experiments.verbs.writes import Writes
+from experiments.evidence.executed.execution import Execution, attention_ran, measured_steps, median_step, open_session
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import Selection
+from experiments.verbs.shared.terminal import parts_line, print_json
+from experiments.verbs.shared.writes import Writes
 from sim.accounts.breakdown import breakdown, critical_rank
 from sim.accounts.trace import CHROME_TRACE
 from sim.base.errors import RankError

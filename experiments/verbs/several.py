@@ -10,8 +10,8 @@ from rich.table import Table
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside
 from experiments.verbs.cli import with_flags
-from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import fits
+from experiments.verbs.shared.selection import Selection
+from experiments.verbs.shared.terminal import fits
 from sim.base.errors import InputError
 from sim.base.units import FEW, length, number, size
 from sim.engine.results.report import Report

@@ -11,11 +11,11 @@ from rich.console import Console
 import longstep
 from experiments.evidence.peaks import beside, spec_of
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.memory import print_memory
-from experiments.verbs.selection import FileSelection
 from experiments.verbs.several import Asked, answer, decisive, json_rows, played, require_any, rows_table, set_up
-from experiments.verbs.terminal import (
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.memory import print_memory
+from experiments.verbs.shared.selection import FileSelection
+from experiments.verbs.shared.terminal import (
     answered,
     critical_path_shown,
     elasticities_table,
@@ -30,7 +30,7 @@ from experiments.verbs.terminal import (
     tell_padded,
     ties,
 )
-from experiments.verbs.writes import Writes
+from experiments.verbs.shared.writes import Writes
 from sim.accounts.trace import CHROME_TRACE
 from sim.base.errors import InputError
 from sim.base.files import require_outputs

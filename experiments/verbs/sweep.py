@@ -18,10 +18,10 @@ import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.evidence.provenance import SWEEP_MARK
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection, listed, require_names, typed_schedule, typed_values
-from experiments.verbs.terminal import print_json, progress, tell_assumed, tell_basis
-from experiments.verbs.writes import Writes
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.selection import StepSelection, listed, require_names, typed_schedule, typed_values
+from experiments.verbs.shared.terminal import print_json, progress, tell_assumed, tell_basis
+from experiments.verbs.shared.writes import Writes
 from sim.base.errors import InputError
 from sim.base.files import Kind, require_outputs
 from sim.base.units import FEW, digits_within, number, seconds, seconds_between, size

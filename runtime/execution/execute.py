@@ -11,10 +11,10 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import torch
 
-from runtime.execution.attention_choice import attention_kernel, needs_windows
 from runtime.execution.groups import Groups, start_together
 from runtime.execution.inputs import fill_inputs
-from runtime.execution.kernels import host_copy, run_kernel
+from runtime.execution.ops.attention_choice import attention_kernel, needs_windows
+from runtime.execution.ops.kernels import host_copy, run_kernel
 from runtime.execution.streams import Event, Streams, open_streams
 from runtime.execution.tensors import (
     TORCH_DTYPE,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from calibrate.between_gpus import between_cases, exchanged_over, time_between
 from calibrate.gpu import GpuCalibration
-from calibrate.links import LinkCase
+from calibrate.measure.between_gpus import between_cases, exchanged_over, time_between
+from calibrate.measure.links import LinkCase
 from calibrate.plan import Plan
 from calibrate.published.host import OVERLAP_SLOWDOWN
 from calibrate.published.reading import transfer_point

@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from calibrate.cases import FULL_GPU, QUICK_GPU, kernel_cases
 from calibrate.gpu import GENERATIONS, GpuCalibration, power_limit_w
-from calibrate.host_copies import HostCopyTimes, time_host_copies
-from calibrate.kernels import Timed
+from calibrate.measure.cases import FULL_GPU, QUICK_GPU, kernel_cases
+from calibrate.measure.host_copies import HostCopyTimes, time_host_copies
+from calibrate.measure.kernels import Timed
+from calibrate.measure.residuals import explained
 from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
-from calibrate.residuals import explained
-from runtime.execution.attention_choice import NAMES
+from runtime.execution.ops.attention_choice import NAMES
 from runtime.processes.launch import Session
 from sim.engine.costs.cost import CostModel, measured_cluster
 from sim.schedule.derive.kernels import KernelUse, attention_use

@@ -10,12 +10,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from calibrate.fit import Together, fitted_spec, together_of, traffic_of
 from calibrate.host import HostCalibration
-from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_crowded, time_interference
-from calibrate.interference_schedules import AMONG_RANKS, Transfer, interference_schedules
+from calibrate.measure.fit import Together, fitted_spec, together_of, traffic_of
+from calibrate.measure.interference import Crowd, compared, crowded_cases, jitter_of, time_crowded, time_interference
+from calibrate.measure.interference_schedules import AMONG_RANKS, Transfer, interference_schedules
+from calibrate.measure.residuals import explained
 from calibrate.plan import Plan
-from calibrate.residuals import explained
 from runtime.processes.launch import Session
 from sim.engine.costs.cost import CostModel
 from sim.engine.costs.phases import Flow

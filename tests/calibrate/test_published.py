@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.leave_one_out import leave_one_out
-from calibrate.points import Predictor
+from calibrate.held.leave_one_out import leave_one_out
+from calibrate.held.points import Predictor
 from calibrate.published import ATTENTION, PUBLISHED, elementwise, published
 from calibrate.published.curves import apart, work
 from calibrate.published.gpus import GPUS

@@ -16,7 +16,7 @@ from tests.engine.test_fabrics import FABRICS, cluster_of
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster, load_cluster
 from topology.collectives import CollectivesSpec
-from topology.direct import closed_ways, direct_edges
+from topology.fabric.direct import closed_ways, direct_edges
 from topology.kinds import CircuitsSpec, Direct, Fabric, FatTreeSpec, MeshSpec, RailOptimisedSpec, TorusSpec
 from topology.specs import LinkSpec, NicSpec
 

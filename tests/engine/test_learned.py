@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
+from experiments.evidence.executed.record import judged, kept_records
 from experiments.evidence.headlines import steps_on
-from experiments.evidence.published import read_all
-from experiments.evidence.record import judged, kept_records
+from experiments.evidence.papers.published import read_all
 from sim.engine.intervals.learned import LEAST, NOTHING, Learned, StepErrors, shipped
 from sim.engine.intervals.regime import Regime
 from sim.setup.names import DATASHEET

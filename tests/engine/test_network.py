@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sim.engine.costs.phases import Activity, Flow, Latency, Wait
 from sim.engine.play.clock import Clock
 from sim.engine.play.network import Network
-from topology.fabrics import Resource
+from topology.fabric.fabrics import Resource
 
 
 class Machine:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.tiles import fitted_tiles, tile_models
+from calibrate.held.tiles import fitted_tiles, tile_models
 from sim.engine.costs.tiles import TiledAttention, busiest, tiled_s
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band

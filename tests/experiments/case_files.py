@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.evidence.cases import Case, read_cases
+from experiments.evidence.papers.cases import Case, read_cases
 
 OWN = """
 title = "Our cluster"

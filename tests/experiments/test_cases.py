@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from experiments.evidence.cases import FOLDER, case_fields, read_cases, setup_of
+from experiments.evidence.papers.cases import FOLDER, case_fields, read_cases, setup_of
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
 from sim.setup.names import DATASHEET

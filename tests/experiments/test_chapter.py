@@ -10,11 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from experiments.evidence.cases import FOLDER
-from experiments.evidence.coverage import REGIME_HEADS
-from experiments.evidence.headlines import HEADLINE_HEADS, headlines
-from experiments.evidence.published import measured_on, read_all, rests_on
-from experiments.evidence.record import (
+from experiments.evidence.executed.record import (
     RECORD_FILE,
     Kept,
     judged,
@@ -24,6 +20,10 @@ from experiments.evidence.record import (
     save_record,
     summary,
 )
+from experiments.evidence.headlines import HEADLINE_HEADS, headlines
+from experiments.evidence.papers.cases import FOLDER
+from experiments.evidence.papers.coverage import REGIME_HEADS
+from experiments.evidence.papers.published import measured_on, read_all, rests_on
 from experiments.pages.chapter import executed_section, front_table, on_front_page
 from experiments.verbs.cli import main
 from sim.base.errors import InputError

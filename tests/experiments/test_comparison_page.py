@@ -7,7 +7,7 @@ import re
 import msgspec
 import pytest
 
-from experiments.evidence.comparison import Comparison, laid_side_by_side, measured
+from experiments.evidence.executed.comparison import Comparison, laid_side_by_side, measured
 from experiments.pages.comparison_page import page
 from runtime.run import Step
 from sim.accounts.breakdown import PARTS, breakdown

@@ -8,11 +8,11 @@ import math
 import msgspec
 import pytest
 
-from experiments.evidence.cases import Case
-from experiments.evidence.coverage import REGIME_HEADS, StepSet, learned_from, regime_rows
-from experiments.evidence.executed_cases import executed_cases
-from experiments.evidence.published import CasePrediction, Reaches
-from experiments.verbs.cells import CellSelection
+from experiments.evidence.executed.executed_cases import executed_cases
+from experiments.evidence.papers.cases import Case
+from experiments.evidence.papers.coverage import REGIME_HEADS, StepSet, learned_from, regime_rows
+from experiments.evidence.papers.published import CasePrediction, Reaches
+from experiments.verbs.shared.cells import CellSelection
 from sim.engine.intervals.learned import LEAST, NOTHING, Learned, Reach, StepErrors
 from sim.engine.intervals.regime import Regime
 from sim.setup.setup import Setup

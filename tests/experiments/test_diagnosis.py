@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.evidence.diagnosis import diagnosis
+from experiments.evidence.executed.diagnosis import diagnosis
 from sim.accounts.trace import Player, Row, Trace
 from tests.helpers import trace_of
 

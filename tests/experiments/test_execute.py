@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from calibrate.cases import KernelCase, Sizes, kernel_cases
 from calibrate.gpu import GpuCalibration
 from calibrate.host import HostCalibration
+from calibrate.measure.cases import KernelCase, Sizes, kernel_cases
 from calibrate.plan import Plan
-from experiments.evidence.cases import read_cases
-from experiments.evidence.execution import timed_attention
-from experiments.evidence.published import predicted
-from experiments.evidence.record import judged, read_record
+from experiments.evidence.executed.execution import timed_attention
+from experiments.evidence.executed.record import judged, read_record
+from experiments.evidence.papers.cases import read_cases
+from experiments.evidence.papers.published import predicted
 from experiments.verbs.cli import main
 from runtime.execution.verify import BOUNDS
 from sim.setup.setup import Setup

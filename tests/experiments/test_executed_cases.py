@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from experiments.evidence.cases import read_cases
-from experiments.evidence.cells import Cell
-from experiments.evidence.executed_cases import CASES_FILE, common_fields, save_cases
-from experiments.evidence.published import predicted, provenance
-from experiments.evidence.record import RECORD_FILE, Record, begun, judged, read_record, save_record
-from experiments.verbs.cells import CellSelection
+from experiments.evidence.executed.cells import Cell
+from experiments.evidence.executed.executed_cases import CASES_FILE, common_fields, save_cases
+from experiments.evidence.executed.record import RECORD_FILE, Record, begun, judged, read_record, save_record
+from experiments.evidence.papers.cases import read_cases
+from experiments.evidence.papers.published import predicted, provenance
 from experiments.verbs.cli import main, with_flags
+from experiments.verbs.shared.cells import CellSelection
 from sim.base.errors import InputError
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.fold import Fold

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import longstep
-from experiments.evidence.executed_skew import executed_skews
+from experiments.evidence.executed.executed_skew import executed_skews
 from experiments.verbs.cli import main
 from sim.balance.planners import PLANNERS
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.evidence.cases import Case, CaseFile, HostFigures, fit_cases, read_cases
-from experiments.evidence.host_fit import host_figures
-from experiments.evidence.published import CasePrediction, Evidence, fitted_from, judged_groups
+from experiments.evidence.papers.cases import Case, CaseFile, HostFigures, fit_cases, read_cases
+from experiments.evidence.papers.host_fit import host_figures
+from experiments.evidence.papers.published import CasePrediction, Evidence, fitted_from, judged_groups
 from sim.base.errors import InputError
 from tests.experiments.case_files import OWN
 

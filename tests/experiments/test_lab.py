@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from calibrate.lab import cores_by_rate, cores_taken, goodput, require_calibrated
-from calibrate.links import LinkTimes
+from calibrate.measure.links import LinkTimes
 from experiments.evidence.headlines import headlines
 from experiments.evidence.kept import Kept
-from experiments.evidence.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, kept_labs, lab_cells, read_lab
-from experiments.evidence.lab_verdict import TARGETS, costs, crossovers, lab_lines, lab_order, placements, verdict
+from experiments.evidence.links.lab import MBIT, LabCell, LabRecord, LabResult, Repeat, kept_labs, lab_cells, read_lab
+from experiments.evidence.links.lab_verdict import TARGETS, costs, crossovers, lab_lines, lab_order, placements, verdict
 from experiments.pages.chapter import lab_section
 from experiments.pages.lab_page import figure, page
 from experiments.verbs.cli import main

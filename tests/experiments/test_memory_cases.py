@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.evidence.cases import FOLDER, CaseFile, read_cases
 from experiments.evidence.headlines import headlines
-from experiments.evidence.memory_cases import (
+from experiments.evidence.papers.cases import FOLDER, CaseFile, read_cases
+from experiments.evidence.papers.memory_cases import (
     longest_rows,
     mark_rows,
     memory_cases,
@@ -16,7 +16,7 @@ from experiments.evidence.memory_cases import (
     predicted_memory,
     size_rows,
 )
-from experiments.evidence.published import Evidence, judged_groups
+from experiments.evidence.papers.published import Evidence, judged_groups
 from experiments.verbs.cli import main
 from sim.base.errors import InputError
 from sim.base.presets import load_toml

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 import longstep
-from experiments.pages.charts import BYTES, NUMBER, SECONDS, Chart, Point, bars, lines
-from experiments.pages.still import still
-from experiments.pages.sweep_chapter import sweep_charts
-from experiments.serve.jobs import Jobs
+from experiments.pages.drawn.charts import BYTES, NUMBER, SECONDS, Chart, Point, bars, lines
+from experiments.pages.drawn.still import still
+from experiments.pages.report.sweep_chapter import sweep_charts
+from experiments.serve.answering.jobs import Jobs
 from sim.setup.answers import charts as charts_shown
 
 TINY: dict[str, Any] = {"model": "tiny", "cluster": "hgx-h100", "gpus": 2, "layers": 2, "seq": "8K"}

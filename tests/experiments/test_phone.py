@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 import longstep
-from experiments.evidence.cases import read_cases
-from experiments.evidence.published import CasePrediction, Evidence
+from experiments.evidence.papers.cases import read_cases
+from experiments.evidence.papers.published import CasePrediction, Evidence
 from experiments.evidence.results import Result
 from experiments.pages import (
     balance_page,
@@ -25,9 +25,9 @@ from experiments.pages import (
     roofline_page,
     sweep_page,
 )
-from experiments.pages.figures import figure
-from experiments.pages.pictures import Picture
-from experiments.pages.report_page import page as report
+from experiments.pages.drawn.figures import figure
+from experiments.pages.drawn.pictures import Picture
+from experiments.pages.report.report_page import page as report
 from experiments.pages.study_page import Line, Spread, lengths, lines, shares, spreads, winners
 from experiments.pages.study_page import page as study
 from sim.base.units import length

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.evidence.comparison import measured
-from experiments.pages.pictures import Entry, legend
-from experiments.pages.plots import CIRCLE, Axis, Point, parity_plot, share_ticks, time_ticks
-from experiments.pages.texts import text_width
+from experiments.evidence.executed.comparison import measured
+from experiments.pages.drawn.pictures import Entry, legend
+from experiments.pages.drawn.plots import CIRCLE, Axis, Point, parity_plot, share_ticks, time_ticks
+from experiments.pages.drawn.texts import text_width
 
 
 def test_an_axis_puts_values_on_pixels() -> None:

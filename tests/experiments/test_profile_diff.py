@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from calibrate.profile_diff import shipped_of
+from calibrate.held.profile_diff import shipped_of
 from experiments.verbs.cli import main, open_console
 from experiments.verbs.profile_diff import write_profile_diffs
 from sim.words.profile import load_profile, save_profile

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.evidence.cases import Case, read_cases
-from experiments.evidence.published import (
+from experiments.evidence.papers.cases import Case, read_cases
+from experiments.evidence.papers.published import (
     CasePrediction,
     Evidence,
     judged_groups,

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.evidence.cases import read_cases
-from experiments.evidence.record import read_record
+from experiments.evidence.executed.record import read_record
+from experiments.evidence.papers.cases import read_cases
 from experiments.recipes import gpu as recipe
 from experiments.recipes.__main__ import main
 from experiments.recipes.carry import ROOT, folder_of, lacking, needed_by_tests, requirements, this_python

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from experiments.evidence.results import Result, read_result
-from experiments.pages.report_page import page
+from experiments.pages.report.report_page import page
 from tests.experiments.test_cli import H100, run
 from tests.experiments.test_report_page import sweep_rows
 

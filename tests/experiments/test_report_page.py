@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from experiments.evidence.results import Result, read_result
-from experiments.pages.report_page import chapter, page, plotly_js
-from experiments.pages.timeline import busy, memory_charts, of_chrome
+from experiments.pages.drawn.timeline import busy, memory_charts, of_chrome
+from experiments.pages.report.report_page import chapter, page, plotly_js
 from sim.base.errors import InputError
 from tests.experiments.reading import HOSTILE, Read
 from tests.experiments.test_cli import H100, fails, run

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.serve.question import Question, setup_of
+from experiments.serve.answering.question import Question, setup_of
 from tests.experiments.serving import served
 from tests.experiments.test_report_browser import BROWSER, SMALLEST, Tab, browser
 from tests.reading_code import ROOT

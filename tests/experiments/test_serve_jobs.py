@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import longstep
-from experiments.serve.jobs import JOBS, Jobs
-from experiments.serve.offers import offers
-from experiments.serve.question import Dropped, Question, said_of, setup_of
+from experiments.serve.answering.jobs import JOBS, Jobs
+from experiments.serve.answering.offers import offers
+from experiments.serve.answering.question import Dropped, Question, said_of, setup_of
 from experiments.verbs.cli import parse
 from experiments.verbs.simulate import Simulate
 from sim.base.errors import InputError
@@ -138,7 +138,7 @@ def test_a_fault_of_longstep_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> N
     def breaks(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("experiments.serve.jobs.setup_of", breaks)
+    monkeypatch.setattr("experiments.serve.answering.jobs.setup_of", breaks)
     assert "Longstep broke on this question" in error("ask", question=TINY)
 
 
@@ -164,7 +164,7 @@ def test_what_takes_long_is_refused_with_its_estimate() -> None:
 @pytest.mark.sweep
 def test_what_is_refused_can_be_asked_for_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     some = {"schedule": "ring", "model": "tiny", "cluster": "hgx-h100", "gpus": 8, "seq": "8K", "layers": 65}
-    monkeypatch.setattr("experiments.serve.jobs.BUDGET_S", 0.1)
+    monkeypatch.setattr("experiments.serve.answering.jobs.BUDGET_S", 0.1)
     refused, found = by_name("ask", question=some), by_name("ask", question=some, anyway=True)
     assert [*refused] == ["spelled", "refused", "bounded"]
     assert 0 < refused["bounded"]["least_s"] <= found["figures"]["step_time_s"]

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 
-from experiments.serve.question import Question, setup_of
+from experiments.serve.answering.question import Question, setup_of
 from sim.base.errors import LongstepError
 from tests.experiments.page_changes import FIRST, changed
 from tests.experiments.serving import asked, memory_mb, served, tree, until

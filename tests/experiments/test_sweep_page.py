@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from experiments.evidence import cells as sweeps
-from experiments.evidence.cells import Cell, Repeated, compared
-from experiments.evidence.comparison import Comparison, measured
-from experiments.evidence.execution import Execution
-from experiments.evidence.record import (
+from experiments.evidence.executed import cells as sweeps
+from experiments.evidence.executed.cells import Cell, Repeated, compared
+from experiments.evidence.executed.comparison import Comparison, measured
+from experiments.evidence.executed.execution import Execution
+from experiments.evidence.executed.record import (
     RECORD_FILE,
     Record,
     joined,
@@ -30,8 +30,8 @@ from experiments.evidence.record import (
 )
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs import validate as verb
-from experiments.verbs.cells import CellSelection, cells_of, playable
 from experiments.verbs.cli import main, open_console, parse
+from experiments.verbs.shared.cells import CellSelection, cells_of, playable
 from experiments.verbs.validate import validate
 from sim.base.errors import InputError, RankError
 from sim.schedule.methods.catalog import SCHEDULES

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.execution import cuda_attention, virtual
-from runtime.execution.cuda_attention import Cudnn
+from runtime.execution import virtual
+from runtime.execution.ops import cuda_attention
+from runtime.execution.ops.cuda_attention import Cudnn
 from runtime.execution.reference import attention
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual

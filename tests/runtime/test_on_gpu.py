@@ -11,11 +11,11 @@ import msgspec
 import pytest
 import torch
 
-from runtime.execution.dense import cross_entropy, rms_norm, rms_norm_backward
 from runtime.execution.execute import RankPlayer
 from runtime.execution.inputs import global_state
+from runtime.execution.ops.dense import cross_entropy, rms_norm, rms_norm_backward
+from runtime.execution.ops.state import adamw
 from runtime.execution.reference import relative_error
-from runtime.execution.state import adamw
 from runtime.execution.streams import CudaStreams
 from sim.accounts.memory import walk
 from sim.base.units import percent, size

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from calibrate.links import LinkCase, link_schedule
+from calibrate.measure.links import LinkCase, link_schedule
 from runtime.execution.groups import Groups
 from runtime.execution.tensors import Storage
 from runtime.processes import rank as module

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import torch
 
-from runtime.execution import dense, inputs, virtual
+from runtime.execution import inputs, virtual
 from runtime.execution.inputs import global_tokens
+from runtime.execution.ops import dense
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from runtime.processes.launch import Session

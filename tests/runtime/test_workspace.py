@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.execution.attention import AttentionKernel, Backward, Saved
-from runtime.execution.attention_choice import NAMES, described
-from runtime.execution.cuda_attention import AtenFlash, Cudnn, MemoryEfficient, Window
-from runtime.execution.dense import eager_norm, eager_norm_backward
-from runtime.execution.kernels import run_kernel
+from runtime.execution.ops.attention import AttentionKernel, Backward, Saved
+from runtime.execution.ops.attention_choice import NAMES, described
+from runtime.execution.ops.cuda_attention import AtenFlash, Cudnn, MemoryEfficient, Window
+from runtime.execution.ops.dense import eager_norm, eager_norm_backward
+from runtime.execution.ops.kernels import run_kernel
 from runtime.execution.tensors import Rotations, Storage, ends_at
 from sim.accounts.memory import lifetimes, walk
 from sim.schedule.derive.workspace import (

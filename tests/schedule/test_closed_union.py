@@ -37,7 +37,7 @@ class Broadcast(_Collective, frozen=True, kw_only=True):
 Collective: TypeAlias'''
 
 READERS = {
-    "Dropout": {"runtime/execution/dense.py", "sim/schedule/derive/workspace.py"},
+    "Dropout": {"runtime/execution/ops/dense.py", "sim/schedule/derive/workspace.py"},
     "Broadcast": {"runtime/execution/groups.py", "sim/schedule/derive/matching.py"},
     "broadcast": {"sim/engine/traffic/collectives.py", "sim/engine/traffic/least.py"},
 }

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import torch
 
-from runtime.execution import inputs, reference, state
+from runtime.execution import inputs, reference
 from runtime.execution.inputs import global_ids, global_labels, global_state
+from runtime.execution.ops import state
 from runtime.execution.reference import relative_error
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.execution.verify import BOUNDS, Outputs, output_errors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import longstep
-from experiments.evidence.cases import case_fields, setup_of
+from experiments.evidence.papers.cases import case_fields, setup_of
 from longstep import InputError, Setup
 from sim.plan.planned_batch import with_batch
 from sim.setup.global_batch import divisors, sequences_of, usual_sequences

@@ -13,7 +13,7 @@ import pytest
 
 import longstep
 from experiments.verbs.cli import main, parse
-from experiments.verbs.selection import FileSelection
+from experiments.verbs.shared.selection import FileSelection
 from experiments.verbs.simulate import Simulate
 from sim.base.errors import InputError
 from sim.base.presets import override

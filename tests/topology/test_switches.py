@@ -20,6 +20,7 @@ from sim.words.profile import load_profile
 from sim.words.workload import Workload, load_model
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
+from topology.fabric.switches import leaf, trunks
 from topology.kinds import (
     CircuitsSpec,
     DragonflyPlusSpec,
@@ -33,7 +34,6 @@ from topology.kinds import (
     TorusSpec,
 )
 from topology.specs import ClusterSpec
-from topology.switches import leaf, trunks
 
 TREES: list[tuple[Switched, int]] = [
     (FatTreeSpec(below=(64,)), 4),

@@ -40,8 +40,8 @@ from sim.words.options import Place
 from sim.words.profile import HOST_COPIES, PAGEABLE_COPIES, SLICE_BACK, TRANSFERS, Issue, Profile
 from sim.words.workload import FLOATS, Dtype
 from topology.cluster import Cluster, Route
+from topology.fabric.switches import GROUP as SWITCHES
 from topology.specs import ClusterSpec
-from topology.switches import GROUP as SWITCHES
 
 HOST_COPY_KINDS: dict[Place, dict[str, str]] = {
     "host": dict(zip((OFFLOAD, FETCH), HOST_COPIES, strict=True)),

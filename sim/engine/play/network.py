@@ -15,7 +15,7 @@ from typing import Any, assert_never
 
 from sim.engine.costs.phases import Activity, Flow, Latency, Wait
 from sim.engine.play.clock import Clock, Then, Timer
-from topology.fabrics import Resource
+from topology.fabric.fabrics import Resource
 
 _SLACK = 1.0 + 1e-9
 """Loads are sums of floats; a resource that is exactly full is not overloaded."""

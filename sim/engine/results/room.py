@@ -12,7 +12,7 @@ from sim.accounts.footprint import Footprint, footprint
 from sim.accounts.memory import MemoryWalk, Term
 from sim.schedule.ir.program import Header
 from topology.cluster import Cluster
-from topology.fabrics import socket_of
+from topology.fabric.fabrics import socket_of
 from topology.reserved import PARTS, Basis
 from topology.specs import ClusterSpec
 

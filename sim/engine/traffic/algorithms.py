@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 from sim.base.errors import InputError
 from sim.engine.traffic.ways import by_node, passes, ways_of
 from topology.cluster import Cluster, Route
-from topology.direct import closed_ways
-from topology.direct import direct as direct_of
-from topology.fabrics import nvlink_peers
+from topology.fabric.direct import closed_ways
+from topology.fabric.direct import direct as direct_of
+from topology.fabric.fabrics import nvlink_peers
 from topology.kinds import FullMeshSpec
 
 Gathers = Literal["all_gather", "reduce_scatter", "all_reduce"]

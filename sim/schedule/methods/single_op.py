@@ -1,6 +1,7 @@
 """One op by itself, on every rank at once: attention of some queries to some keys, or communication of some bytes.
 
-What others have timed of a step, or in a microbenchmark, is compared with it (``experiments.evidence.published``).
+What others have timed of a step, or in a microbenchmark, is compared with it
+(``experiments.evidence.papers.published``).
 """
 
 from __future__ import annotations
