@@ -33,7 +33,7 @@ collect_ignore = [str(path.with_suffix(".py")) for path in (Path(__file__).paren
 
 # A GPU machine may have none of what a page is served, and asked, with.
 if any(find_spec(package) is None for package in ("starlette", "uvicorn", "httpx")):
-    collect_ignore += [str(Path(__file__).parent / "experiments" / f"test_serve_{one}.py") for one in SERVED]
+    collect_ignore += [str(Path(__file__).parent / "experiments" / "serve" / f"test_serve_{one}.py") for one in SERVED]
 
 hypothesis.settings.register_profile("longstep", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("longstep")

@@ -30,13 +30,13 @@ from sim.diagnose.profiled import read_traces
 from sim.schedule.ir.program import Program, Schedule
 from sim.setup.names import OwnSchedule
 from sim.software.counted import load_counted
-from tests.experiments.test_executed_cases import RING, on_h100
+from tests.experiments.evidence.test_executed_cases import RING, on_h100
 from tests.helpers import slow_but
 from tests.reading_code import ROOT, places
 
-CONFIGURATIONS = ROOT / "tests" / "sim" / "imports"
+CONFIGURATIONS = ROOT / "tests" / "setup" / "imports"
 PRINTED = ROOT / "tests" / "topology" / "printed"
-CONFIG = ROOT / "tests" / "sim" / "hugging_face" / "llama-3-8b.json"
+CONFIG = ROOT / "tests" / "words" / "hugging_face" / "llama-3-8b.json"
 RESULTS = ROOT / "experiments" / "results"
 SMALL = ("--cluster", "hgx-h100", "--gpus", "2", "--scope", "attention")
 

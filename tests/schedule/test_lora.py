@@ -32,7 +32,7 @@ from sim.schedule.model.scope import trained, units
 from sim.schedule.proof.check import Checked
 from sim.words.options import ModulesName
 from sim.words.workload import LoraTarget, Workload
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_blocks import FEATURES, changed
 from tests.schedule.test_check_catches import refuses

@@ -32,7 +32,7 @@ from sim.schedule.model.scope import kind_of, layers_of, units
 from sim.schedule.proof.check import Checked, check
 from sim.words.optimiser import ADAM
 from sim.words.workload import Workload
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import make_cluster_spec, make_model, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, replaced, step, without

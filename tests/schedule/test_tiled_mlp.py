@@ -27,7 +27,7 @@ from sim.schedule.model.tiling import block_in_tiles
 from sim.schedule.proof.check import check
 from sim.words.profile import load_profile
 from sim.words.workload import Workload
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import by_tier, make_model, slow_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, replaced, step

@@ -18,7 +18,7 @@ from sim.schedule.model.scope import units
 from sim.schedule.proof.check import Checked
 from sim.words.options import WeightsPlace
 from sim.words.workload import DTYPE_BYTES
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import make_cluster_spec, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_lora import of

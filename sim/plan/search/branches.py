@@ -27,7 +27,7 @@ from sim.setup.unnamed_software import slowest, widened
 
 PLAYED = (3, 4)
 """Layers that are played of a step that has more: every further one takes what the last of these adds. A step of 16
-layers, played in full, takes the same within 1e-5 (``tests/sim/test_plan.py``)."""
+layers, played in full, takes the same within 1e-5 (``tests/plan/test_plan.py``)."""
 
 WALKED = (5, 6)
 """Layers whose memory is walked of a branch that has more: each further one takes what the last of these adds. What
@@ -35,11 +35,11 @@ offloading has under way no longer grows by then; where another op than in few l
 """
 TURNS = (2, 3)
 """Micro-batches that are played of a step that has more, and whose memory is walked: each further one takes and holds
-what the last of these adds (``tests/sim/test_plan.py``). The first is another: nothing was added up before it.
+what the last of these adds (``tests/plan/test_plan.py``). The first is another: nothing was added up before it.
 """
 SURE = 0.9
 """Which share of what ``Branch.leanest`` holds every configuration of a branch holds: recomputing and tiles save much
-and take a little for themselves, up to 5 % where there is little to save. ``tests/sim/test_plan.py`` holds them to it.
+and take a little for themselves, up to 5 % where there is little to save. ``tests/plan/test_plan.py`` holds them to it.
 """
 
 

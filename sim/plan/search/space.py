@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "loss": ("chunked",),
 }
 """What is varied of a schedule where nothing else is asked for. The first value of each recomputes and copies least,
-the last holds least in GPUs' memory: ``Branch`` rests on it, and ``tests/sim/test_plan.py`` tries it."""
+the last holds least in GPUs' memory: ``Branch`` rests on it, and ``tests/plan/test_plan.py`` tries it."""
 _RESHAPED = ("mlp",)
 """Options whose values run kernels of other shapes, of which either may be faster."""
 _MIXED = ("usp",)
