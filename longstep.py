@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from sim.diagnose.answer import Diagnosis
     from sim.diagnose.doctor import doctor
     from sim.diagnose.measured import Measured
-    from sim.explain.explain import Explanation, explain
+    from sim.explain.explain import explain
+    from sim.explain.screen import Explanation
     from sim.plan.answer import Answer
     from sim.plan.fit import fit, ladder, what_helps
     from sim.plan.memory_price import memory_prices
@@ -58,7 +59,8 @@ _HOMES = {
     "sim.compare.crossover": ("crossover",),
     "sim.diagnose.answer": ("Diagnosis",),
     "sim.diagnose.doctor": ("doctor",),
-    "sim.explain.explain": ("Explanation", "explain"),
+    "sim.explain.explain": ("explain",),
+    "sim.explain.screen": ("Explanation",),
     "sim.compare.explore": ("explore",),
     "sim.setup.fabric": ("fabric",),
     "sim.plan.fit": ("fit", "ladder", "what_helps"),

@@ -11,9 +11,9 @@ from typing import Self
 
 import msgspec
 
+from runtime.deaf import deaf
 from runtime.lab.keeper import Answer
 from runtime.lab.network import Network, Wire
-from runtime.processes.fork_server import deaf
 from sim.base.errors import InputError
 
 _GRACE_S = 5.0

@@ -15,7 +15,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
-from runtime.processes.fork_server import deaf, fork_server
+from runtime.deaf import deaf
+from runtime.processes.fork_server import fork_server
 from runtime.processes.process import GRACE_S, LocalRank
 from runtime.processes.rank import Job, Rendezvous, Seat
 from runtime.processes.torchrun import RemoteRank, Workers

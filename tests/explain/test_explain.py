@@ -13,8 +13,7 @@ import pytest
 import longstep
 from experiments.verbs.cli import main
 from sim.explain.changes import changes
-from sim.explain.explain import Explanation
-from sim.explain.screen import WIDTH
+from sim.explain.screen import WIDTH, Explanation
 from sim.explain.weighed import longest_by_few
 from sim.plan.fit import longest
 from sim.setup.imports.imported import imported

@@ -16,9 +16,10 @@ import msgspec
 import pytest
 import torch
 
+from runtime.deaf import deaf
 from runtime.execution.tensors import reserve
 from runtime.execution.verify import BOUNDS
-from runtime.processes.fork_server import ForkedProcess, deaf
+from runtime.processes.fork_server import ForkedProcess
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
