@@ -14,7 +14,7 @@ from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 from tests.helpers import make_model
 from tests.schedule.mutation_steps import STEP_OPERATORS
-from tests.schedule.pipelines import gpipe, interleaved, one_f_one_b, pipelined
+from tests.schedule.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble
 from tests.schedule.tensor_parallel import tensor_parallel
 
 PIPELINES: tuple[tuple[Timetable, int, tuple[int, ...]], ...] = (
@@ -22,6 +22,8 @@ PIPELINES: tuple[tuple[Timetable, int, tuple[int, ...]], ...] = (
     (one_f_one_b, 2, (1, 2)),
     (one_f_one_b, 2, (1, 0)),
     (one_f_one_b, 3, (1, 1, 1)),
+    (zero_bubble, 2, (2, 1)),
+    (zero_bubble, 3, (1, 1, 1)),
     (interleaved, 2, (1, 1, 1, 1)),
 )
 """Timetables, how many stages they are for, and how many layers each chunk has."""

@@ -69,6 +69,18 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int) -> list[Item]
     )
 
 
+def zero_bubble(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
+    """As 1F1B, with gradients of weights later, by as many micro-batches as there are stages before this one: so they
+    fill its wait at the end, and no stage holds more than the first one does (arXiv:2401.10241 §2.1, ZB-H1).
+    """
+    found: list[Item] = []
+    for item in one_f_one_b(stage, stages, micros, chunks):
+        found.append(item._replace(kind="B") if item.kind == "BW" else item)
+        if item.kind == "BW" and item.micro >= stage:
+            found.append(Item("W", item.micro - stage, stage))
+    return found + [Item("W", micro, stage) for micro in range(max(micros - stage, 0), micros)]
+
+
 def _in_turn(forward: list[Item], backward: list[Item], ahead: int) -> list[Item]:
     """Return passes of which so many forward ones are ahead, and then one follows the other."""
     ahead = min(ahead, len(forward))

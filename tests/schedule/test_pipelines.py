@@ -20,7 +20,7 @@ from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 from tests.helpers import by_tier, make_model
-from tests.schedule.pipelines import gpipe, interleaved, one_f_one_b, pipelined
+from tests.schedule.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble
 from tests.schedule.test_check_catches import refuses
 
 
@@ -45,6 +45,9 @@ CASES = {
     "1F1B of three stages": Case(one_f_one_b, (1, 1, 1), Mesh(pp=3)),
     "1F1B, the head alone": Case(one_f_one_b, (1, 0), TWO),
     "GPipe": Case(gpipe, (1, 2), TWO),
+    "zero bubble": Case(zero_bubble, (2, 1), TWO),
+    "zero bubble of three stages": Case(zero_bubble, (1, 1, 1), Mesh(pp=3), {"sync": "last"}),
+    "zero bubble of rings, gradients sharded": Case(zero_bubble, (2, 1), RINGS, {"zero_stage": 2}),
     "interleaved": Case(interleaved, (2, 1, 1, 1), TWO),
     "1F1B of rings, nothing sharded": Case(one_f_one_b, (2, 1), RINGS),
     "1F1B of rings, optimiser sharded": Case(one_f_one_b, (2, 1), RINGS, {"zero_stage": 1}),
@@ -55,12 +58,12 @@ CASES = {
     "activations on the host": Case(one_f_one_b, (1, 1), TWO, {"activations": "save-on-cpu"}),
     "optimiser on the host": Case(one_f_one_b, (1, 1), RINGS, {"zero_stage": 1, "optimiser": "host"}),
 }
-QUICK = ("1F1B", "1F1B of rings, optimiser sharded")
+QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble")
 
 
 @pytest.mark.parametrize("name", by_tier(QUICK, CASES, CASES))
 def test_pipelines_are_proved_and_exact(name: str) -> None:
-    """Losses, weights and moments equal those of one process, in random orders."""
+    """Losses, weights and moments equal those of one process."""
     checked = check(CASES[name].build())
     errors = output_errors(checked, execute_virtual(checked, torch.device("cpu"), 1))
     assert errors.keys() >= {"new weights parameters", "new embedding parameters", "new first moments of weights"}
@@ -76,6 +79,8 @@ def test_timetables_by_hand() -> None:
     assert spelled(one_f_one_b(0, 2, 3, 1)) == "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0"
     assert spelled(one_f_one_b(1, 2, 3, 1)) == "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1"
     assert spelled(one_f_one_b(0, 4, 2, 1)) == "F0.0 F1.0 B0.0 B1.0"
+    assert spelled(zero_bubble(0, 2, 3, 1)) == "F0.0 F1.0 B0.0 W0.0 F2.0 B1.0 W1.0 B2.0 W2.0"
+    assert spelled(zero_bubble(1, 2, 3, 1)) == "F0.1 B0.1 F1.1 B1.1 W0.1 F2.1 B2.1 W1.1 W2.1"
     assert spelled(interleaved(1, 2, 2, 2)) == "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1"
 
 

@@ -254,7 +254,7 @@ class Flat:
             zeros = {unit: partial(self._zeros, unit) for unit in self._trained}
             self._in_place = {unit: b.call(f"zero {unit.name}", unit.layer, made) for unit, made in zeros.items()}
 
-    @property
+    @cached_property
     def _layers(self) -> list[Unit]:
         """Those of layers, without adapters."""
         return [unit for unit in self._units if unit.name == LAYER]

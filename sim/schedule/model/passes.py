@@ -1,4 +1,5 @@
-"""Writes the passes of a layer around any distributed attention: forward, again where it is checkpointed, backward.
+"""Writes the passes of a layer around any distributed attention: forward, again where it is checkpointed, and backward,
+at once or gradients of weights by themselves.
 
 Every rank computes all of a layer for its own tokens; only attention sees those of other ranks. What a layer computes
 is in ``block``; where weights and activations are, and how many tokens are taken at a time, is in ``params``,
@@ -7,9 +8,11 @@ is in ``block``; where weights and activations are, and how many tokens are take
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, cast
 
+from sim.errors import InputError
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
@@ -103,22 +106,59 @@ class LayerWriter(NamedTuple):
 
     def backward(self, micro: int, unit: Unit, dx: View) -> View:
         """Append the backward pass of a layer for a micro-batch; return the gradient of what came into it."""
-        weights = self.params.gather(unit)
-        kept = self.saving.restore(Visit(micro, unit.layer), weights)
-        if self.checkpoint.is_needed:
-            again = partial(self._again, unit.layer)
-            kept = self.b.call(self._call("forward again"), unit.layer, again, kept, weights)
+        weights, kept = self._restored(micro, unit)
         backward = partial(self._backward_with, unit)
         room = self.params.room(unit)
         following, reduced = self.b.call(self._call("backward"), unit.layer, backward, dx, weights, kept, room)
         self.params.keep(unit, reduced)
         return following
 
+    def backward_of_inputs(self, micro: int, unit: Unit, dx: View) -> tuple[View, Values]:
+        """Append the same without what makes gradients of weights alone; return what that needs, too."""
+        weights, kept = self._restored(micro, unit)
+        backward = partial(self._backward_of_inputs_with, unit.layer)
+        return self.b.call(self._call("backward of inputs"), unit.layer, backward, dx, weights, kept)
+
+    def backward_of_weights(self, unit: Unit, left: Values) -> None:
+        """Append what makes gradients of weights alone, of what is ``left`` of the backward pass of inputs."""
+        backward, room = partial(self._backward_of_weights_with, unit), self.params.room(unit)
+        reduced = self.b.call(self._call("backward of weights"), unit.layer, backward, left, room)
+        self.params.keep(unit, reduced)
+
+    def _restored(self, micro: int, unit: Unit) -> tuple[Values, Kept]:
+        """Append what brings the weights of a layer here, and all that backward needs of its forward pass."""
+        weights = self.params.gather(unit)
+        kept = self.saving.restore(Visit(micro, unit.layer), weights)
+        if self.checkpoint.is_needed:
+            again = partial(self._again, unit.layer)
+            kept = self.b.call(self._call("forward again"), unit.layer, again, kept, weights)
+        return weights, kept
+
     def _backward_with(self, unit: Unit, dx: View, weights: Values, kept: Kept, room: Room) -> tuple[View, Reduced]:
-        block, around, layer = self.block, self.block.backward, unit.layer
+        values = self._led_back(unit.layer, {**weights, d(self.block.x).later(1): dx}, kept, self._write)
+        return values[d(self.block.x)], self.params.reduced(unit, room)
+
+    def _backward_of_inputs_with(self, layer: int, dx: View, weights: Values, kept: Kept) -> tuple[View, Values]:
+        if self.block.projections:
+            raise InputError("attention that projects part by part makes gradients of weights with those of inputs")
+        values = self._led_back(layer, {**weights, d(self.block.x).later(1): dx}, kept, self._write_of_inputs)
+        needed = {tensor for one in self._of_weights for tensor in one.operands}
+        left = {tensor: view for tensor, view in values.items() if tensor in needed or tensor.kind == "weight gradient"}
+        return values[d(self.block.x)], left
+
+    def _backward_of_weights_with(self, unit: Unit, left: Values, room: Room) -> Reduced:
+        for tensor, view in left.items():
+            if tensor.kind == "weight gradient":
+                self.params.reduce(tensor.later(unit.layer), view)
+        self._write(self._of_weights, unit.layer, self.tokens, dict(left))
+        return self.params.reduced(unit, room)
+
+    def _led_back(self, layer: int, given: Values, kept: Kept, write: Callable[..., None]) -> Values:
+        """Append what leads gradients back through a layer, its equations by ``write``; return all values."""
+        block, around = self.block, self.block.backward
         assert kept.attention is not None
-        values = {d(block.x).later(1): dx, **weights, **kept.before, **kept.after}
-        self._write(around.before, layer, self.tokens, values)
+        values = {**given, **kept.before, **kept.after}
+        write(around.before, layer, self.tokens, values)
         dout = values[d(block.out)]
         if block.projections:
             projections = self._projections(layer, values)
@@ -127,9 +167,24 @@ class LayerWriter(NamedTuple):
         else:
             grads = self.attention.backward(kept.attention, dout)
             values |= zip(map(d, (block.q, block.k, block.v)), grads, strict=True)
-        self._write(around.after, layer, self.tokens, values)
-        return values[d(block.x)], self.params.reduced(unit, room)
+        write(around.after, layer, self.tokens, values)
+        return values
+
+    @property
+    def _of_weights(self) -> tuple[Equation, ...]:
+        """What makes gradients of weights alone."""
+        return tuple([one for part in self.block.backward for one in part if _is_of_weights(one)])
 
     def _write(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
         """Append equations of a layer."""
         write_all(equations, TokenWriter(self.b, layer, tokens, values), self.params, self.tiling)
+
+    def _write_of_inputs(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
+        """Append those that do not make gradients of weights alone; others' gradients of weights stay in ``values``."""
+        rest = tuple([one for one in equations if not _is_of_weights(one)])
+        for _ in self.tiling(rest, TokenWriter(self.b, layer, tokens, values)):
+            pass
+
+
+def _is_of_weights(equation: Equation) -> bool:
+    return all(tensor.kind == "weight gradient" for tensor in equation.results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
@@ -12,14 +12,16 @@ from sim.schedule.model.outside import Entry, Exit
 from sim.schedule.model.params import Params
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.scope import Unit
+from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 
 
 class Item(NamedTuple):
     """One pass of a micro-batch through a chunk of layers."""
 
-    kind: Literal["F", "BW"]
-    """Forward, or backward with the gradients of inputs and of weights."""
+    kind: Literal["F", "BW", "B", "W"]
+    """Forward, or backward: with gradients of inputs and of weights, with those of inputs first and those of weights
+    later (arXiv:2401.10241 §2). Gradients at the ends of a step are made with those of inputs."""
     micro: int
     chunk: int
     """Its number in the model."""
@@ -69,6 +71,7 @@ class StepWriter(NamedTuple):
         for table in tables:
             b.add(Hold(label="keep the rotary table", held=(table,)))
         ends: dict[tuple[int, int], tuple[Entry, Exit]] = {}
+        left: dict[tuple[int, Unit], Values] = {}
         for kind, micro, number in items:
             chunk = self.chunks[number]
             b.take(micro, self.micro_batches, "forward" if kind == "F" else "backward")
@@ -76,10 +79,23 @@ class StepWriter(NamedTuple):
                 if self.waits and micro:
                     b.add(HostSync(label="wait for the micro-batch", streams=(COMPUTE,)))
                 entry, exit_ = ends[micro, number] = chunk.ends()
-                exit_.forward(self._through(chunk.layers, LayerWriter.forward, micro, entry.forward()))
+                view = entry.forward()
+                for layer, unit in self._each(chunk.layers):
+                    view = layer.forward(micro, unit, view)
+                exit_.forward(view)
             elif b.workload.backward:
-                entry, exit_ = ends.pop((micro, number))
-                entry.backward(self._through(chunk.layers[::-1], LayerWriter.backward, micro, exit_.backward()))
+                if kind == "W":
+                    for layer, unit in self._each(chunk.layers[::-1]):
+                        layer.backward_of_weights(unit, left.pop((micro, unit)))
+                else:
+                    entry, exit_ = ends.pop((micro, number))
+                    view = exit_.backward()
+                    for layer, unit in self._each(chunk.layers[::-1]):
+                        if kind == "BW":
+                            view = layer.backward(micro, unit, view)
+                        else:
+                            view, left[micro, unit] = layer.backward_of_inputs(micro, unit, view)
+                    entry.backward(view)
                 self.params.end_pass()
         if b.workload.backward:
             self.params.update()
@@ -87,17 +103,10 @@ class StepWriter(NamedTuple):
             b.add(Hold(label="keep the rotary table", held=(table,)))
         return b.build()
 
-    def _through(
-        self,
-        layers: Iterable[Unit],
-        write: Callable[[LayerWriter, int, Unit, View], View],
-        micro: int,
-        view: View,
-    ) -> View:
-        """Append a pass through layers, each by the writer of its kind, whose workload the builder has meanwhile."""
+    def _each(self, layers: Iterable[Unit]) -> Iterator[tuple[LayerWriter, Unit]]:
+        """Yield layers with the writer of their kind, whose workload the builder has meanwhile."""
         whole = self.b.workload
         for unit in layers:
             self.b.workload = whole.of_layer(unit.layer)
-            view = write(self.kinds[unit.layer % len(self.kinds)], micro, unit, view)
+            yield self.kinds[unit.layer % len(self.kinds)], unit
         self.b.workload = whole
-        return view
