@@ -13,6 +13,7 @@ from sim.engine.jitter import KERNELS, Jitter, require_seeds
 from sim.engine.simulate import Engine
 from sim.errors import InputError, unknown
 from sim.options import AttentionName
+from sim.presets import override
 from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.setup import names
 from sim.setup.names import one_of
@@ -100,9 +101,22 @@ def kernels_on(spec: ClusterSpec, profile: Profile | None, kernels: Kernels) -> 
     """
     if profile is None:
         return Kernels()
-    if named(kernels.attention, spec.gpu.chip) in {None, *kernels_of(spec.gpu.chip, profile)}:
+    if named(kernels.attention, spec.gpu.chip, kernels.torch) in {None, *kernels_of(spec.gpu.chip, profile)}:
         return kernels
     return msgspec.structs.replace(kernels, attention=None)
+
+
+def changed_kernels(kernels: Kernels, given: Sequence[tuple[str, str]]) -> Kernels:
+    """Return kernels with what was given of them; raises InputError for what there is none of, and for a version of
+    torch that decides nothing.
+    """
+    run = override(kernels, given, "`set` software.")
+    if "torch" in dict(given) and run.attention != "sdpa":
+        raise InputError(
+            f"`set` software.torch={run.torch}: it says what software.attention=sdpa picks, and attention is "
+            f"{run.attention or 'of the profile'}; set both, or leave it out"
+        )
+    return run
 
 
 def running(
