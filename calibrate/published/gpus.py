@@ -35,12 +35,24 @@ from calibrate.published.reading import (
     transfer_point,
 )
 from calibrate.published.streaming import NORMS_SOURCE, norms, streaming
-from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, GB300, H100, H200, UnderLoad
+from calibrate.published.sustained import (
+    A100,
+    B200,
+    FORMS,
+    FORMS_SOURCE,
+    GB200,
+    GB300,
+    H100,
+    H200,
+    HELD_SOURCE,
+    UnderLoad,
+    held,
+)
 from sim.engine.traffic.collectives import wire_bytes
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import CollectiveName
-from sim.words.profile import FusedAttention, Machine, Point, Profile
+from sim.words.profile import FusedAttention, Machine, Point, Profile, Sustained
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 
@@ -137,7 +149,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         beside_communication=OVERLAP_SLOWDOWN,
         attention=gpu.fused,
         tiles=tile_models(points, spec.gpu.sms),
-        sustained=gpu.load.sustained if gpu.load else {},
+        sustained=_sustained(gpu, spec),
         power=gpu.load.power if gpu.load else None,
         forms=FORMS,
         disagreement=_widest(more.disagreement, around.disagreement, widths),
@@ -157,7 +169,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             **elementwise.SOURCES,
             **elementwise.SOURCES,
             "forms": FORMS_SOURCE,
-            **(gpu.load.sources if gpu.load else {}),
+            **_load_sources(gpu),
             **EAGER_SOURCES,
         },
     )
@@ -170,6 +182,19 @@ def _elementwise(gpu: Gpu) -> dict[str, float]:
     )
     measured = (of_a100, elementwise.A100) if gpu.liger else (of_h100, elementwise.H100)
     return elementwise.scattered(*measured) | elementwise.log_softmax(of_a100)
+
+
+def _sustained(gpu: Gpu, spec: ClusterSpec) -> dict[str, Sustained]:
+    """Return what load makes of kernels, with the rate that long matrix products hold."""
+    if gpu.load is None or gpu.load.flat:
+        return gpu.load.sustained if gpu.load else {}
+    gemm = gpu.load.sustained["gemm"]
+    most = held(gpu.system, spec.gpu.peak_flops_per_s["bf16"])
+    return gpu.load.sustained | {"gemm": msgspec.structs.replace(gemm, held=most)}
+
+
+def _load_sources(gpu: Gpu) -> dict[str, str]:
+    return {} if gpu.load is None else gpu.load.sources | ({} if gpu.load.flat else {"held": HELD_SOURCE})
 
 
 def _widest(*found: dict[str, float]) -> dict[str, float]:

@@ -6,9 +6,11 @@ timed the same shapes in runs of about 13 kernels and in runs of at least 1 s, w
 
 from __future__ import annotations
 
+import statistics
 from typing import NamedTuple
 
-from sim.words.profile import Longer, PowerLaw, Sustained
+from calibrate.published.reading import rows
+from sim.words.profile import Held, Longer, PowerLaw, Sustained
 
 _AICONFIGURATOR = "ai-dynamo/aiconfigurator@095f58a, the same shapes in runs of about 13 kernels and of at least 1 s"
 _SIMUMAX = "MooreThreads/SimuMax@4dcaae5 configs/system/b200_bf16_ceperm.json and a100_pcie.json"
@@ -20,6 +22,8 @@ class UnderLoad(NamedTuple):
     sustained: dict[str, Sustained]
     power: PowerLaw
     sources: dict[str, str]
+    flat: bool = False
+    """Whether matrix products get as much for seconds as in short runs, so that no rate held is below their points'."""
 
 
 def _longer(ratio: float, low: float, high: float) -> Longer:
@@ -39,6 +43,28 @@ FORMS = {
 """Rates of a linear layer's matrix products over that of the forward pass, on A100 PCIe and B200: the sum in fp32 is
 traffic that the kernel waits for, so it holds in short runs too."""
 FORMS_SOURCE = f"{_SIMUMAX}: 79 and 40 layers, over the forward pass of the same shape; H100 and H200 have no table"
+
+
+_HELD_FROM_S = 10e-3
+_LEAST_SIDE = 1024
+HELD_SOURCE = (
+    "rate held: aiconfigurator@095f58a, matrix products of 10 ms and more of random operands, 13 of which take 0.13 s: "
+    "median and deciles. Others: GB200 in runs of 1 s 1427 of 1435 TFLOP/s; H200 over 16 s 705 of 693 (PyTorch PR "
+    "156203); H100 711 of 719 (napkin-math-gpu); B200 near 750 W 1105 (SimuMax), 1109 by the power law"
+)
+
+
+def held(system: str, peak_flops_per_s: float) -> Held:
+    """Return what long matrix products get of a GPU's peak, by the name of its system in aiconfigurator's table."""
+    found = [
+        float(row["tflops"]) * 1e12 / peak_flops_per_s
+        for row in rows("gemm_bf16")
+        if row["system"] == system
+        and float(row["latency_us"]) >= _HELD_FROM_S * 1e6
+        and min(int(row[side]) for side in "mnk") >= _LEAST_SIDE
+    ]
+    low, *_, high = statistics.quantiles(found, n=10)
+    return Held(share=round(statistics.median(found), 4), low=round(low, 4), high=round(high, 4))
 
 
 def _sustained(ratio: float, low: float, high: float) -> Sustained:
@@ -125,4 +151,5 @@ A100 = UnderLoad(
         "(Azure/AI-benchmarking-guide@8fd0c6e); of attention there is no table, it stays as in short runs",
         "power": f"gemm: A100 PCIe at 300 W has 0.93 (0.91 to 0.96) of this table's rates ({_SIMUMAX})",
     },
+    flat=True,
 )

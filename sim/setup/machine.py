@@ -9,6 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from sim.base.errors import InputError, unknown
+from sim.base.presets import override
 from sim.engine.costs.cost import measured_cluster
 from sim.engine.play.jitter import KERNELS, Jitter, require_seeds
 from sim.engine.play.simulate import Engine
@@ -100,9 +101,22 @@ def kernels_on(spec: ClusterSpec, profile: Profile | None, kernels: Kernels) -> 
     """
     if profile is None:
         return Kernels()
-    if named(kernels.attention, spec.gpu.chip) in {None, *kernels_of(spec.gpu.chip, profile)}:
+    if named(kernels.attention, spec.gpu.chip, kernels.torch) in {None, *kernels_of(spec.gpu.chip, profile)}:
         return kernels
     return msgspec.structs.replace(kernels, attention=None)
+
+
+def changed_kernels(kernels: Kernels, given: Sequence[tuple[str, str]]) -> Kernels:
+    """Return kernels with what was given of them; raises InputError for what there is none of, and for a version of
+    torch that decides nothing.
+    """
+    run = override(kernels, given, "`set` software.")
+    if "torch" in dict(given) and run.attention != "sdpa":
+        raise InputError(
+            f"`set` software.torch={run.torch}: it says what software.attention=sdpa picks, and attention is "
+            f"{run.attention or 'of the profile'}; set both, or leave it out"
+        )
+    return run
 
 
 def running(

@@ -16,7 +16,6 @@ import msgspec
 
 from sim.base.errors import InputError, LengthError, unknown
 from sim.base.garbage import garbage_collection_off
-from sim.base.presets import override
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.jitter import STEADY, Jitter
 from sim.engine.play.simulate import Engine, simulate
@@ -28,7 +27,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.global_batch import of_each, sequences_of
-from sim.setup.machine import engine_of, equipped, jitter_of, kernels_on, rated, running
+from sim.setup.machine import changed_kernels, engine_of, equipped, jitter_of, kernels_on, rated, running
 from sim.setup.masks import Kept
 from sim.setup.names import (
     CLUSTER,
@@ -189,10 +188,8 @@ class Setup:
         spec, profile = equipped(self.cluster, self.profile)
         spec = names.changed_cluster(spec, overrides["cluster"], "`set` cluster.")
         software = load_software(self.software) if self.software is not None else None
-        run = override(
-            kernels_on(spec, profile, software.kernels) if software else Kernels(),
-            overrides["software"],
-            "`set` software.",
+        run = changed_kernels(
+            kernels_on(spec, profile, software.kernels) if software else Kernels(), overrides["software"]
         )
         entry = names.entry(self.played)
         mesh, options = self._overridden(

@@ -21,7 +21,10 @@ T = TypeVar("T")
 class Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which profile that ships has which kernel's attention, and which kernel torch picks, by chip."""
 
-    sdpa: dict[str, FusedName]
+    unnamed: str
+    """Which version of torch is taken where nobody has named it."""
+    sdpa: dict[str, dict[str, FusedName]]
+    """By the version of torch since which it picks other kernels than before."""
     chips: dict[str, dict[FusedName, str]]
 
 
@@ -37,9 +40,35 @@ def kernels_of(chip: str, profile: Profile | None = None) -> list[FusedName]:
     return found if not own or own in found else [own, *found]
 
 
-def named(kernel: ChosenAttention | None, chip: str) -> FusedName | None:
-    """Return a kernel by its name; None for none, and for torch's choice on a chip of which nobody has said it."""
-    return _tables().sdpa.get(chip) if kernel == "sdpa" else kernel
+def named(kernel: ChosenAttention | None, chip: str, torch: str = "") -> FusedName | None:
+    """Return a kernel by its name, or what torch's choice is on a chip; None for none, and where nobody has said what
+    it picks on that chip. Raises InputError for a version of torch before the first that is known to run there.
+    """
+    return picked(chip, torch) if kernel == "sdpa" else kernel
+
+
+def picked(chip: str, torch: str = "") -> FusedName | None:
+    """Return which kernel torch's scaled_dot_product_attention picks, as ``named`` does.
+
+    >>> [picked("H100-SXM", version) for version in ("2.4", "2.5", "2.6.1", "2.10")]
+    ['flash-attention-2', 'cudnn', 'flash-attention-2', 'cudnn']
+    """
+    tables = _tables()
+    since = {_version(version): kernels[chip] for version, kernels in tables.sdpa.items() if chip in kernels}
+    if not since:
+        return None
+    wanted = _version(torch or tables.unnamed)
+    if before := [version for version in since if version <= wanted]:
+        return since[max(before)]
+    first = ".".join(map(str, min(since)))
+    raise InputError(
+        f"`set` software.torch={torch}: what SDPA of torch picks on {chip} is known from {first} on; name the kernel "
+        f"by software.attention"
+    )
+
+
+def _version(said: str) -> tuple[int, ...]:
+    return tuple(map(int, said.split(".")))
 
 
 def attending(profile: Profile | None, kernel: FusedName, chip: str) -> Profile:

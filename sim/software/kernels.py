@@ -12,7 +12,7 @@ from sim.base.kept import kept
 from sim.software.attention import attending, named
 from sim.software.counted import Kernel, load_counted
 from sim.software.software import Kernels, Software
-from sim.words.profile import Profile, Ran
+from sim.words.profile import FusedAttention, Profile, Ran
 from sim.words.workload import Dtype
 
 
@@ -68,14 +68,24 @@ def running(profile: Profile | None, kernels: Kernels, said: str, chip: str) -> 
                 "`software` names kernels, but at datasheet rates all kernels are alike; set `profile`, or leave it out"
             )
         return None
-    attention = named(kernels.attention, chip)
+    attention = named(kernels.attention, chip, kernels.torch)
     found = attending(profile, attention, chip) if attention else profile
-    if not runs and not said:
+    picks = kernels.torch if attention and kernels.attention == "sdpa" else ""
+    if not runs and not said and not picks:
         return found
-    described, key = _described(found), (said, *runs.items())
+    described, key = _described(found), (said, picks, *runs.items())
     if key not in described:
-        described[key] = msgspec.structs.replace(found, runs=found.runs | runs, software=said)
+        described[key] = msgspec.structs.replace(
+            found, runs=found.runs | runs, software=said, attention=_as_picked(found.attention, picks)
+        )
     return described[key]
+
+
+def _as_picked(attention: FusedAttention | None, torch: str) -> FusedAttention | None:
+    """Return a kernel of attention that says which version of torch picks it, if one does."""
+    if attention is None or not torch:
+        return attention
+    return msgspec.structs.replace(attention, said=f"{attention.said}, what SDPA of torch {torch} picks")
 
 
 @kept

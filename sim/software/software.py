@@ -6,6 +6,7 @@ A field of the kernels that says nothing leaves what the profile has, which are 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -28,6 +29,8 @@ class Kernels(_Data, frozen=True, kw_only=True):
     attention: ChosenAttention | None = None
     """Which kernel computes attention that is fused (``flash``; ``schedule.kernel`` names the two that are not). None:
     the one that the profile's points are of."""
+    torch: Annotated[str, msgspec.Meta(pattern=r"^(\d+\.\d+(\.\d+)?)?$")] = ""
+    """Its version, as 2.5.1: it decides which kernel ``attention`` of sdpa is. Empty: ``attention.toml`` says which."""
     norm: str = ""
     """Of layers, of heads, and before the head of the model."""
     rotary: str = ""

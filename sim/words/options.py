@@ -16,7 +16,7 @@ Place = Literal["hbm", "host", "pageable"]
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
 LossName = Literal["whole", "chunked", "unfused", "torch"]
 MlpName = Literal["whole", "tiled", "mini"]
-ModulesName = Literal["fused", "eager"]
+ModulesName = Literal["fused", "eager-mlp", "eager"]
 OptimiserPlace = Literal["gpu", "host"]
 WeightsPlace = Literal["gpu", "host", "host-states"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -58,9 +58,10 @@ class LayerOptions:
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""
     modules: ModulesName = "fused"
-    """Whether a norm and what is between the products of an MLP are one kernel each; or those that Hugging Face's
-    LlamaRMSNorm and LlamaMLP run in turn (eager), of which backward keeps a copy of a norm's input in the data type of
-    sums, what its weight multiplies, and the activated gate (transformers 4.57.6
+    """Whether a norm and what is between the products of an MLP are one kernel each; or the MLP alone is not, and keeps
+    its activated gate beside the product (eager-mlp: nanotron 0.4 models/llama.py, GLUActivation); or those that
+    Hugging Face's LlamaRMSNorm and LlamaMLP run in turn (eager), of which backward keeps a copy of a norm's input in
+    the data type of sums, what its weight multiplies, and the activated gate (transformers 4.57.6
     src/transformers/models/llama/modeling_llama.py)."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,

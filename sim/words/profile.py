@@ -168,6 +168,17 @@ class Longer(_Data, frozen=True, kw_only=True):
     """One of ten takes more."""
 
 
+class Held(_Data, frozen=True, kw_only=True):
+    """What kernels get of the peak FLOP/s of their data type that are long enough to lower the clock themselves."""
+
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    """In the median."""
+    low: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    """One of ten gets less."""
+    high: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    """One of ten gets more."""
+
+
 class Sustained(Longer, frozen=True, kw_only=True):
     """Kernels that FLOPs bound, under seconds of load, over what they take in the short runs that points are of."""
 
@@ -175,6 +186,8 @@ class Sustained(Longer, frozen=True, kw_only=True):
     """Kernels shorter than the first do not reach the power limit; all longer than the second do."""
     falls_s: tuple[Seconds, Seconds] = (1e-3, 10e-3)
     """Short runs of kernels shorter than the first end before the clock falls; those longer than the second do not."""
+    held: Held | None = None
+    """The most that those longer get under load, whatever shorter points of their shape say; None: as points say."""
     state: str = ""
     """What the driver said of clocks and power under that load."""
 

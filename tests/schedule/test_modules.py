@@ -9,7 +9,7 @@ import pytest
 
 from sim.base.errors import InputError
 from sim.schedule.derive.kernels import ELEMENTWISE, kernel_use
-from sim.schedule.ir.ops import EagerNorm, EagerNormBackward, EagerSwiGlu, EagerSwiGluBackward, Kernel
+from sim.schedule.ir.ops import EagerNorm, EagerNormBackward, EagerSwiGlu, EagerSwiGluBackward, Kernel, RmsNorm
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, nameable
 from sim.schedule.proof.check import Checked, check
@@ -39,6 +39,15 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", slow_but({"bf16"}, ["bf16", "fp64"]))
 def test_every_technique_is_exact(technique: str, dtype: str) -> None:
     is_exact("zigzag", 2, step(layers=3, dtype=dtype), modules="eager", **TECHNIQUES[technique])
+
+
+@pytest.mark.parametrize("kept", ["none", "full"])
+def test_an_eager_mlp_alone_is_exact_and_leaves_norms(kept: str) -> None:
+    checked = make_step("zigzag", 2, step(layers=2), modules="eager-mlp", checkpoint=kept)
+    assert errors_of(checked)
+    kinds = {type(op) for op in checked.schedule.programs[0].ops}
+    assert {RmsNorm, EagerSwiGlu, EagerSwiGluBackward} <= kinds
+    assert not kinds & {EagerNorm, EagerNormBackward}
 
 
 def of_layers(model: ModelSpec | str, **fields: Any) -> Checked:

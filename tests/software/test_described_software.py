@@ -15,6 +15,7 @@ from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.workspace import workspace_bytes
 from sim.schedule.ir.ops import CrossEntropy, RmsNorm
 from sim.setup.answers.answer import rests_on
+from sim.setup.setup import Setup
 from sim.setup.unnamed_software import SLOWEST, slowest
 from sim.software.counted import load_counted
 from sim.software.kernels import running, runs_of
@@ -219,3 +220,15 @@ def test_a_description_of_python() -> None:
     software = Software(said="eager norms", kernels=NORM, sources={"kernels.norm": "assumed"})
     setup = longstep.Setup("zigzag", **STEP, software=software)
     assert setup.predicted().step_time_s > dataclasses.replace(setup, software=None).predicted().step_time_s
+
+
+def test_an_eager_mlp_alone_keeps_more_and_runs_what_was_counted() -> None:
+    """nanotron keeps the activated gate, 2 bytes a token and feature, and in backward a gradient of it; its kernels are
+    those that were counted.
+    """
+    small = {"schedule.checkpoint": "none", "model.num_layers": "4", "model.vocab_size": "1024"}
+    setup = Setup("single", gpus=1, seq="32K", scope="step", software="nanotron-ddp", set=small)
+    own, fused = (setup.replace(set={**small, **one}).predicted() for one in ({}, {"schedule.modules": "fused"}))
+    tokens, features, layers = 32768, 14336, 4
+    assert own.peak_hbm_bytes - fused.peak_hbm_bytes == 2 * tokens * features * (layers + 1)
+    assert own.step_time_s == pytest.approx(fused.step_time_s, rel=0.005)

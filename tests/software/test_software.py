@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from sim.engine.costs.tiles import use_of
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.setup.answers.answer import rests_on
+from sim.setup.setup import Setup
 from sim.software.attention import Tables, _tables, attending, kernels_of
 from sim.software.attention import named as named_on
 from sim.words.options import FusedName
@@ -179,4 +181,35 @@ def test_what_torch_picks_is_a_kernel_of_the_gpu() -> None:
         )
         assert sdpa.report == named.report
     assert named_on("sdpa", "L20") is None
-    assert set(_tables().sdpa) == set(_tables().chips)
+    assert set().union(*_tables().sdpa.values()) == set(_tables().chips)
+
+
+def test_what_torch_picks_depends_on_its_version() -> None:
+    """On H100 torch 2.5.0 took cuDNN, 2.5.1 no longer; the first line of the evidence says which version."""
+    setup = Setup(model="llama3-8b", cluster="hgx-h100", seq="32K", gpus=2, scope="attention", software="torchtitan")
+    older, newer = (setup.replace(set={"software.torch": version}).predicted() for version in ("2.5.1", "2.5"))
+    assert newer.step_time_s < 0.8 * older.step_time_s
+    for found, kernel in ((older, "FlashAttention-2"), (newer, "cuDNN")):
+        said = rests_on(found)[0].partition("; attention: ")[2]
+        assert said.startswith(kernel), said
+        assert ", what SDPA of torch 2.5" in said
+    assert setup.predicted().report.step_time_s == older.report.step_time_s  # its own is 2.8
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"set": {"software.torch": "2.5"}}, "what software.attention=sdpa picks, and attention is flash-attention-2"),
+        ({"set": {"software.torch": "2.5"}, "software": None}, "and attention is of the profile; set both"),
+        ({"set": {"software.torch": "nightly"}}, "software.torch"),
+        ({"set": {"software.torch": "2.1", "software.attention": "sdpa"}}, "picks on H100-SXM is known from 2.2 on"),
+        (
+            {"cluster": "hgx-b200", "set": {"software.torch": "2.5", "software.attention": "sdpa"}},
+            "picks on B200-SXM is known from 2.7 on",
+        ),
+    ],
+)
+def test_versions_of_torch_that_decide_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    setup = Setup(model="llama3-8b", cluster="hgx-h100", seq="8K", gpus=2, software="nanotron")
+    with pytest.raises(InputError, match=re.escape(message)):
+        setup.replace(**fields).resolved()

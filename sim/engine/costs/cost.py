@@ -193,9 +193,11 @@ class CostModel:
         return seconds, f"{use.kernel} {use.dtype}: not in the profile, {rate}"
 
     def _run(self, use: KernelUse) -> tuple[tuple[KernelUse, float], ...]:
-        """Return what is run where several kernels stand for one: of a loop, and in software that has it so."""
+        """Return what is run where several kernels stand for one: of a loop, and in software that has it so, before
+        what eager modules run elsewhere.
+        """
         ran = self._profile.runs.get(use.kernel, ()) if self._profile else ()
-        if use.loop or not ran:
+        if not ran or (use.loop and use.variant != "eager"):
             return use.loop
         return in_place_of(use, ((one.kernel, one.dtype, one.bytes_per_element, one.launches) for one in ran)).loop
 

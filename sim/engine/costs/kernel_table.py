@@ -49,8 +49,9 @@ class KernelTable:
         found = self._in_short_runs(use, now)
         if found is None or use.flops * now.bytes_per_s < use.hbm_bytes * now.flops_per_s:
             return found
-        seconds = found[0] * self.load.longer(use, found[0], power_w)
-        return max(seconds, use.flops / now.flops_per_s), found[1]
+        at_peak_s = use.flops / now.flops_per_s
+        seconds = found[0] * self.load.longer(use, found[0], at_peak_s * self._formed(use), power_w)
+        return max(seconds, at_peak_s), found[1]
 
     def _in_short_runs(self, use: KernelUse, now: Figures) -> tuple[float, str] | None:
         """Return the time of a kernel as in the runs that points are of. A causal block of more keys than queries is a

@@ -1,8 +1,9 @@
 """What seconds of load make of kernel times: a GPU at its power limit lowers its clock. Points are of short runs.
 
 A short run of short kernels ends before that; one of long kernels does not. So the factor fades in between kernels too
-small to reach the limit and those that do, and fades out towards those that lower the clock themselves. What another
-power limit makes of a kernel fades in alike.
+small to reach the limit and those that do, and fades out towards those that lower the clock themselves. Few points are
+of kernels so long: under load they get no more than the rate held, whatever shorter points of their shape say. What
+another power limit makes of a kernel fades in alike.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 
 from sim.schedule.derive.kernels import KernelUse
-from sim.words.profile import Profile
+from sim.words.profile import Profile, Sustained
 
 
 class Load:
@@ -20,9 +21,9 @@ class Load:
         self._profile = profile
         self._measured_w = measured_w
 
-    def longer(self, use: KernelUse, seconds: float, power_w: float | None) -> float:
+    def longer(self, use: KernelUse, seconds: float, at_peak_s: float, power_w: float | None) -> float:
         """Return how many times as long a kernel that FLOPs bound takes on a GPU of a power limit as in a short run on
-        the machine that was measured, where it takes so many seconds.
+        the machine that was measured, where it takes so many seconds, and would take ``at_peak_s`` of them at the peak.
         """
         known = self._profile.sustained.get(use.kernel)
         if known is None:
@@ -36,8 +37,18 @@ class Load:
         elif bound == "high":
             sustained, longer = True, known.high
         clock = max(self._slower(power_w), 1 / known.longer)  # no faster than in short runs
-        factor = math.pow(longer, fresh) * clock if sustained else math.pow(clock, 1 - fresh)
+        if sustained:
+            factor = math.pow(longer, fresh) * math.pow(self._held(known, at_peak_s / seconds), 1 - fresh) * clock
+        else:
+            factor = math.pow(clock, 1 - fresh)
         return math.pow(factor, reaches)
+
+    def _held(self, known: Sustained, share: float) -> float:
+        """Return how many times as long a kernel takes at the rate held as at a share of the peak, 1 at least."""
+        if known.held is None:
+            return 1.0
+        most = {"low": known.held.high, "high": known.held.low, None: known.held.share}[self._profile.bound]
+        return max(share / most, 1.0)
 
     def limited(self, use: KernelUse, seconds: float) -> float:
         """Return how far a kernel of so many seconds in a short run reaches the power limit, from 0 to 1; 0 where rates

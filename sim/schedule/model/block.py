@@ -8,7 +8,7 @@ proved of a layer follows from here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from sim.base.errors import InputError
@@ -83,8 +83,9 @@ def block_of(model: ModelSpec, tile: Tile | None = None, modules: ModulesName = 
     modules make and keep more than fused ones, of the same gradients.
     """
     passes = _passes(model, tile, modules)
-    if modules == "eager":
-        passes = [Around(*(tuple(map(eagerly, part)) for part in around)) for around in passes]
+    if modules != "fused":
+        eager = partial(eagerly, norms=modules == "eager")
+        passes = [Around(*(tuple(map(eager, part)) for part in around)) for around in passes]
     return _block(*passes)
 
 

@@ -237,14 +237,14 @@ def beside(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return copied, x._replace(name=f"{x.name}_normed"), x._replace(name=f"{x.name}_active")
 
 
-def eagerly(one: Equation) -> Equation:
-    """Return a norm or an MLP's activation as eager modules compute it, in kernels whose results they keep; all others
-    as they are.
+def eagerly(one: Equation, *, norms: bool = True) -> Equation:
+    """Return a norm (where ``norms`` are eager) or an MLP's activation as eager modules compute it, in kernels whose
+    results they keep; all others as they are.
     """
     if one.kind is TiledMlp:
         by, (led,) = (*one.variant, ("eager", True)), one.backward
         return one._replace(variant=by, backward=(led._replace(variant=by),))
-    if one.kind in _EAGER_NORMS:
+    if norms and one.kind in _EAGER_NORMS:
         (x, weight), (out, rstd), (led,) = one.operands, one.results, one.backward
         copied, normed, _ = beside(x)
         kind, back_kind = _EAGER_NORMS[one.kind]

@@ -15,11 +15,13 @@ from sim.engine.costs.load import Load
 from sim.engine.intervals.interval import interval
 from sim.engine.intervals.learned import NOTHING
 from sim.schedule.derive.kernels import KernelUse
-from sim.words.profile import Bound, PowerLaw, Profile, Sustained, at_rates, load_profile
+from sim.words.profile import Bound, Held, PowerLaw, Profile, Sustained, at_rates, load_profile
 from topology.cluster import Cluster, load_cluster
 
 GEMM = KernelUse("gemm", "", "bf16", (4096, 4096, 4096), 2 * 4096**3, 3 * 2 * 4096**2)
 LOADED = Sustained(longer=1.2, low=1.1, high=1.3, rises_s=(1e-5, 1e-4), falls_s=(1e-3, 1e-2))
+PEAK_S = 0.1e-3
+"""What it takes at the peak, of which nothing depends where no rate held is known."""
 LAW = PowerLaw(exponent=0.5, low=0.25, high=1.0, from_w=500, to_w=1000)
 
 
@@ -44,9 +46,9 @@ def loaded(**changes: Any) -> Load:
     ],
 )
 def test_kernels_between_the_tiny_and_the_long_take_longer(seconds: float, burst: float, sustained: float) -> None:
-    assert loaded().longer(GEMM, seconds, 1000) == pytest.approx(sustained)
-    assert loaded(rates="burst").longer(GEMM, seconds, 1000) == pytest.approx(burst)
-    assert loaded(rates=None).longer(GEMM, seconds, None) == pytest.approx(burst)
+    assert loaded().longer(GEMM, seconds, PEAK_S, 1000) == pytest.approx(sustained)
+    assert loaded(rates="burst").longer(GEMM, seconds, PEAK_S, 1000) == pytest.approx(burst)
+    assert loaded(rates=None).longer(GEMM, seconds, PEAK_S, None) == pytest.approx(burst)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +62,47 @@ def test_kernels_between_the_tiny_and_the_long_take_longer(seconds: float, burst
 )
 def test_rates_under_load_follow_the_power_limit(power_w: float, of_1_ms: float, of_100_ms: float) -> None:
     """In short runs only those of long kernels do."""
-    assert loaded().longer(GEMM, 1e-3, power_w) == pytest.approx(of_1_ms)
-    assert loaded().longer(GEMM, 0.1, power_w) == pytest.approx(of_100_ms)
-    assert loaded(rates="burst").longer(GEMM, 1e-3, power_w) == pytest.approx(1)
-    assert loaded(rates="burst").longer(GEMM, 0.1, power_w) == pytest.approx(of_100_ms)
+    assert loaded().longer(GEMM, 1e-3, PEAK_S, power_w) == pytest.approx(of_1_ms)
+    assert loaded().longer(GEMM, 0.1, PEAK_S, power_w) == pytest.approx(of_100_ms)
+    assert loaded(rates="burst").longer(GEMM, 1e-3, PEAK_S, power_w) == pytest.approx(1)
+    assert loaded(rates="burst").longer(GEMM, 0.1, PEAK_S, power_w) == pytest.approx(of_100_ms)
+
+
+HELD = msgspec.structs.replace(LOADED, held=Held(share=0.5, low=0.4, high=0.6))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "of_peak", "factor"),
+    [
+        (1e-3, 0.8, 1.2),  # its points have not lowered the clock
+        (math.sqrt(1e-5), 0.8, math.sqrt(1.2 * 1.6)),
+        (1e-2, 0.8, 1.6),
+        (1, 0.8, 1.6),
+        (1, 0.4, 1),  # it never was as fast as that
+    ],
+)
+def test_long_kernels_get_no_more_than_the_rate_held(seconds: float, of_peak: float, factor: float) -> None:
+    def longer(**changes: Any) -> float:
+        return loaded(sustained={"gemm": HELD}, **changes).longer(GEMM, seconds, of_peak * seconds, 1000)
+
+    assert longer() == pytest.approx(factor)
+    assert longer(rates="burst") == longer(bound="low") == pytest.approx(1)
+    assert longer(bound="high") >= longer()
+
+
+def test_twice_the_tokens_beyond_the_points_take_no_longer_than_the_rate_held() -> None:
+    """B200: 16K tokens are the longest point, 5.7 ms; gradients of weights into fp32 hold as much less as they get."""
+    cluster, known = Cluster(load_cluster("hgx-b200")), load_profile("b200-sxm")
+    burst, under_load = (CostModel(cluster, at_rates(known, rates)) for rates in ("burst", "sustained"))
+    rate = known.sustained["gemm"].held
+    assert rate is not None
+    use = KernelUse("gemm", "", "bf16", (2**19, 4096, 8192), 2**20 * 2**25, 2 * (2**19 * 12288 + 2**25))
+    least_s = use.flops / 2.25e15 / rate.share
+    assert burst.kernel_seconds(0, use)[0] < 0.9 * least_s
+    for variant in ("nn", "tn into fp32"):
+        longer = known.forms[f"gemm {variant}"].longer
+        seconds, _ = under_load.kernel_seconds(0, use._replace(variant=variant))
+        assert seconds == pytest.approx(least_s * longer), variant
 
 
 @pytest.mark.parametrize("rates", ["burst", "sustained"])
@@ -71,9 +110,10 @@ def test_rates_under_load_follow_the_power_limit(power_w: float, of_1_ms: float,
     ("bound", "power_w", "factor"), [("low", 1000, 1), ("high", 1000, 1.3), ("low", 250, 1), ("high", 250, 1.3 * 4)]
 )
 def test_bounds_lie_at_both_rates(bound: Bound, power_w: float, factor: float, rates: str) -> None:
-    assert loaded(bound=bound, rates=rates).longer(GEMM, 1e-3, power_w) == pytest.approx(factor)
+    bounded = loaded(bound=bound, rates=rates)
+    assert bounded.longer(GEMM, 1e-3, PEAK_S, power_w) == pytest.approx(factor)
     ends = {250: {"low": math.sqrt(2), "high": 4}, 1000: {"low": 1, "high": 1}}
-    assert loaded(bound=bound, rates=rates).longer(GEMM, 0.1, power_w) == pytest.approx(ends[int(power_w)][bound])
+    assert bounded.longer(GEMM, 0.1, PEAK_S, power_w) == pytest.approx(ends[int(power_w)][bound])
 
 
 def test_other_power_limits_are_said() -> None:
@@ -150,4 +190,4 @@ def test_profiles_without_load_say_so() -> None:
     assert not known.sustained
     found = predicted(cluster="a800", profile=known, scope="layer")
     assert found.report.evidence.rates == "burst"
-    assert Load(known, 400).longer(GEMM, 1e-3, 300) == 1
+    assert Load(known, 400).longer(GEMM, 1e-3, PEAK_S, 300) == 1

@@ -13,6 +13,7 @@ from sim.base.presets import preset_names
 from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
 from sim.software.attention import attending
+from sim.software.software import load_software
 from sim.words.profile import load_profile
 from tests.experiments.evidence.case_files import OWN, one_case
 from tests.helpers import slow_but
@@ -33,10 +34,19 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
         if known is None or found is None:
             assert found == known
             continue
-        named = {name: getattr(found, name) for name in ("rates", "runs", "software", "host_optimiser")}
+        named = {name: getattr(found, name) for name in ("rates", "runs", "software", "host_optimiser", "attention")}
         kernel = found.attention and found.attention.kernel
         of_it = attending(known, kernel, case.setup.resolved().spec.gpu.chip) if kernel else known
         assert found == msgspec.structs.replace(of_it, **named)
+
+
+@pytest.mark.parametrize("name", preset_names(FOLDER))
+def test_every_set_of_times_that_ships_is_of_one_software(name: str) -> None:
+    """Its bias is of that; nanotron's two forms of sharding are of one code, and ops alone are of no software."""
+    cases = [case for case in read_cases(name)[1] if case.alone is None]
+    assert all(case.setup.software is not None for case in cases)
+    said = {load_software(case.setup.software).said.partition(",")[0] for case in cases if case.setup.software}
+    assert len(said) == (1 if cases else 0), said
 
 
 def test_a_case_that_names_no_model_and_no_cluster_is_of_what_executes() -> None:
