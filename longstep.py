@@ -17,29 +17,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.evidence.comparison import Comparison, compare
-    from experiments.evidence.execution import execute, verify
-    from sim.errors import InputError, LongstepError
-    from sim.setup.balance import balance
-    from sim.setup.crossover import crossover
-    from sim.setup.doctor import Diagnosis, doctor
-    from sim.setup.explain import Explanation, explain
-    from sim.setup.explore import explore
+    from experiments.evidence.executed.comparison import Comparison, compare
+    from experiments.evidence.executed.execution import execute, verify
+    from sim.balance.balance import balance
+    from sim.base.errors import InputError, LongstepError
+    from sim.compare.crossover import crossover
+    from sim.compare.explore import explore
+    from sim.compare.roofline import machine_balance, roofline
+    from sim.compare.sweep import sweep
+    from sim.compare.winners import winners
+    from sim.diagnose.answer import Diagnosis
+    from sim.diagnose.doctor import doctor
+    from sim.diagnose.measured import Measured
+    from sim.explain.explain import Explanation, explain
+    from sim.plan.answer import Answer
+    from sim.plan.fit import fit, ladder, what_helps
+    from sim.plan.memory_price import memory_prices
+    from sim.plan.neighbours import neighbours
+    from sim.plan.plan import plan
+    from sim.plan.reverse import cheapest, fewest_gpus, longest_context
+    from sim.setup.answers.table import Table, table
     from sim.setup.fabric import fabric
-    from sim.setup.fit import fit, ladder, what_helps
     from sim.setup.imports.imported import Imported, imported
-    from sim.setup.measured import Measured
-    from sim.setup.memory_price import memory_prices
     from sim.setup.names import OwnSchedule, cluster, mesh, model, names, profile, workload
-    from sim.setup.neighbours import neighbours
-    from sim.setup.plan import plan
     from sim.setup.prediction import Prediction, build, simulate
-    from sim.setup.reverse import Answer, cheapest, fewest_gpus, longest_context
-    from sim.setup.roofline import machine_balance, roofline
     from sim.setup.setup import Setup, predict
-    from sim.setup.sweep import sweep
-    from sim.setup.table import Table, table
-    from sim.setup.winners import winners
 
 __all__ = [
     "Answer", "Comparison", "Diagnosis", "Explanation", "Imported", "InputError", "LongstepError", "Measured",
@@ -49,29 +51,31 @@ __all__ = [
     "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
-    "experiments.evidence.comparison": ("Comparison", "compare"),
-    "experiments.evidence.execution": ("execute", "verify"),
-    "sim.errors": ("InputError", "LongstepError"),
-    "sim.setup.balance": ("balance",),
-    "sim.setup.crossover": ("crossover",),
-    "sim.setup.doctor": ("Diagnosis", "doctor"),
-    "sim.setup.explain": ("Explanation", "explain"),
-    "sim.setup.explore": ("explore",),
+    "experiments.evidence.executed.comparison": ("Comparison", "compare"),
+    "experiments.evidence.executed.execution": ("execute", "verify"),
+    "sim.base.errors": ("InputError", "LongstepError"),
+    "sim.balance.balance": ("balance",),
+    "sim.compare.crossover": ("crossover",),
+    "sim.diagnose.answer": ("Diagnosis",),
+    "sim.diagnose.doctor": ("doctor",),
+    "sim.explain.explain": ("Explanation", "explain"),
+    "sim.compare.explore": ("explore",),
     "sim.setup.fabric": ("fabric",),
-    "sim.setup.fit": ("fit", "ladder", "what_helps"),
+    "sim.plan.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.imports.imported": ("Imported", "imported"),
-    "sim.setup.measured": ("Measured",),
-    "sim.setup.memory_price": ("memory_prices",),
+    "sim.diagnose.measured": ("Measured",),
+    "sim.plan.memory_price": ("memory_prices",),
     "sim.setup.names": ("OwnSchedule", "cluster", "mesh", "model", "names", "profile", "workload"),
-    "sim.setup.neighbours": ("neighbours",),
-    "sim.setup.plan": ("plan",),
+    "sim.plan.neighbours": ("neighbours",),
+    "sim.plan.plan": ("plan",),
     "sim.setup.prediction": ("Prediction", "build", "simulate"),
-    "sim.setup.reverse": ("Answer", "cheapest", "fewest_gpus", "longest_context"),
-    "sim.setup.roofline": ("machine_balance", "roofline"),
+    "sim.plan.answer": ("Answer",),
+    "sim.plan.reverse": ("cheapest", "fewest_gpus", "longest_context"),
+    "sim.compare.roofline": ("machine_balance", "roofline"),
     "sim.setup.setup": ("Setup", "predict"),
-    "sim.setup.sweep": ("sweep",),
-    "sim.setup.table": ("Table", "table"),
-    "sim.setup.winners": ("winners",),
+    "sim.compare.sweep": ("sweep",),
+    "sim.setup.answers.table": ("Table", "table"),
+    "sim.compare.winners": ("winners",),
 }
 _PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments")
 
@@ -81,7 +85,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'longstep' has no attribute {name!r}: it has {', '.join(__all__)}")
     _require_own_packages()
-    importlib.import_module("sim.setup.charts_shown").draw_by(_drawing)
+    importlib.import_module("sim.setup.answers.charts").draw_by(_drawing)
     found = globals()[name] = getattr(importlib.import_module(home), name)
     return found
 

@@ -15,25 +15,25 @@ import msgspec
 import numpy as np
 import torch
 
-from calibrate.between_gpus import BetweenCase, between_cases, time_between
-from calibrate.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
-from calibrate.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
-from calibrate.interference import time_interference
-from calibrate.interference_schedules import AMONG_RANKS, Transfer
-from calibrate.kernels import Timed, time_kernel, time_replayed, time_sustained
-from calibrate.leave_one_out import with_residuals
-from calibrate.links import time_launch
+from calibrate.held.leave_one_out import with_residuals
+from calibrate.held.tiles import tile_models
+from calibrate.measure.between_gpus import BetweenCase, between_cases, time_between
+from calibrate.measure.cases import FULL_GPU, QUICK_GPU, KernelCase, kernel_cases
+from calibrate.measure.host_copies import PLACES, SIZES, HostCopyTimes, time_host_copies
+from calibrate.measure.interference import time_interference
+from calibrate.measure.interference_schedules import AMONG_RANKS, Transfer
+from calibrate.measure.kernels import Timed, time_kernel, time_replayed, time_sustained
+from calibrate.measure.links import time_launch
+from calibrate.measure.residuals import explained
 from calibrate.plan import Plan, Step, software
 from calibrate.published.host import OVERLAP_SLOWDOWN
-from calibrate.residuals import explained
-from calibrate.tiles import tile_models
-from runtime.execution.attention_choice import attention_kernel
+from runtime.execution.ops.attention_choice import attention_kernel
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.processes.launch import Session
-from sim.errors import RankError
-from sim.options import FusedName, Place
-from sim.profile import HOST_COPIES, FusedAttention, Issue, Machine, Point, Profile, Slowdown, Sustained
-from sim.workload import ModelSpec
+from sim.base.errors import RankError
+from sim.words.options import FusedName, Place
+from sim.words.profile import HOST_COPIES, FusedAttention, Issue, Machine, Point, Profile, Slowdown, Sustained
+from sim.words.workload import ModelSpec
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec, PcieSpec
 
@@ -44,7 +44,9 @@ GENERATIONS: dict[str, FusedName] = {
     "aten-cudnn": "cudnn",
     "aten-efficient": "cutlass",
 }
-"""Which kernel an implementation of ``runtime.execution.attention_choice`` runs: torch's own flash is flash-attn 2."""
+"""Which kernel an implementation of ``runtime.execution.ops.attention_choice`` runs: torch's own flash is flash-attn
+2.
+"""
 _STREAMING = ("copy", "accumulate")
 """Kernels that show what the memory gives."""
 _SMALL = "accumulate"

@@ -7,19 +7,19 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Self
 
-from calibrate.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
-from calibrate.fit import fitted_spec, together_of, traffic_of
-from calibrate.interference import Crowd, crowded_cases, jitter_of, short_cases, time_crowded, time_interference
-from calibrate.interference_schedules import AMONG_RANKS, Transfer
-from calibrate.kernels import time_kernel
-from calibrate.leave_one_out import with_residuals
-from calibrate.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
+from calibrate.held.leave_one_out import with_residuals
+from calibrate.measure.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
+from calibrate.measure.fit import fitted_spec, together_of, traffic_of
+from calibrate.measure.interference import Crowd, crowded_cases, jitter_of, short_cases, time_crowded, time_interference
+from calibrate.measure.interference_schedules import AMONG_RANKS, Transfer
+from calibrate.measure.kernels import time_kernel
+from calibrate.measure.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
 from calibrate.plan import Plan, Step, software
 from runtime.processes.launch import Session
-from sim.errors import RankError
-from sim.profile import Condition, Machine, Point, Profile, Slowdown
+from sim.base.errors import RankError
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import Condition, Machine, Point, Profile, Slowdown
+from sim.words.workload import Dtype, ModelSpec
 from topology.cluster import load_cluster
 from topology.host import host_facts
 

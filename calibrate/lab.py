@@ -17,19 +17,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from calibrate.interference import short_cases
-from calibrate.kernels import RepeatedKernel
 from calibrate.lab_network import lab_network
-from calibrate.links import LinkCase, LinkKernel, LinkTimes, time_link
+from calibrate.measure.interference import short_cases
+from calibrate.measure.kernels import RepeatedKernel
+from calibrate.measure.links import LinkCase, LinkKernel, LinkTimes, time_link
 from runtime.execution.groups import start_together
 from runtime.lab.lab import Lab
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from sim.engine.cost import measured_cluster
-from sim.errors import InputError
-from sim.profile import TRANSFERS, Point, Profile
+from sim.base.errors import InputError
+from sim.engine.costs.cost import measured_cluster
 from sim.schedule.ir.program import Program
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import TRANSFERS, Point, Profile
+from sim.words.workload import Dtype, ModelSpec
 from topology.cluster import Cluster
 from topology.lab import PAYLOAD, lab_spec
 from topology.specs import ClusterSpec

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import networkx as nx
 
 from runtime.lab.network import Network, Wire
-from sim.errors import InputError
+from sim.base.errors import InputError
 from topology.cluster import Cluster
-from topology.fabrics import Edge
+from topology.fabric.fabrics import Edge
 from topology.specs import ClusterSpec
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, Self
 
 import torch
 
-from sim.profile import Profile
-from sim.workload import Dtype, ModelSpec
+from sim.words.profile import Profile
+from sim.words.workload import Dtype, ModelSpec
 
 
 class Plan(NamedTuple):

@@ -12,11 +12,11 @@ from runtime.execution.execute import Executed, RankPlayer
 from runtime.execution.verify import output_errors, verifiable
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from sim.errors import InputError
+from sim.accounts.trace import Times, Trace, ops_of
+from sim.base.errors import InputError
 from sim.schedule.derive.matching import describe
 from sim.schedule.ir.program import require_checked
 from sim.schedule.proof.check import Checked, RankSchedule
-from sim.trace import Times, Trace, ops_of
 
 
 class Step(NamedTuple):

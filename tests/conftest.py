@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from sim.engine import native, worlds
+from sim.engine.play import native
+from sim.engine.results import worlds
 from sim.native.library import UnavailableError, load
 
 if TYPE_CHECKING:
@@ -32,13 +33,13 @@ collect_ignore = [str(path.with_suffix(".py")) for path in (Path(__file__).paren
 
 # A GPU machine may have none of what a page is served, and asked, with.
 if any(find_spec(package) is None for package in ("starlette", "uvicorn", "httpx")):
-    collect_ignore += [str(Path(__file__).parent / "experiments" / f"test_serve_{one}.py") for one in SERVED]
+    collect_ignore += [str(Path(__file__).parent / "experiments" / "serve" / f"test_serve_{one}.py") for one in SERVED]
 
 hypothesis.settings.register_profile("longstep", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("longstep")
 
 
-EXECUTING = {"experiments.evidence.execution.execute"}
+EXECUTING = {"experiments.evidence.executed.execution.execute"}
 """Doctests that start processes: they cannot say so themselves."""
 
 

@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from sim.errors import InputError, ScheduleError
-from sim.mesh import AXES, Axis, Mesh
+from sim.accounts.trace import Ops, Player, Recorded, Row, Trace
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
-from sim.trace import Ops, Player, Recorded, Row, Trace
-from sim.workload import ModelSpec, Workload
+from sim.words.mesh import AXES, Axis, Mesh
+from sim.words.workload import ModelSpec, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
 
 

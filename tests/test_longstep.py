@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import longstep
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 ROOT = Path(__file__).parents[1]
 WORKLOAD = longstep.workload("tiny", 256)

@@ -16,27 +16,27 @@ import msgspec
 import pytest
 
 import longstep
-from experiments.evidence.executed_cases import executed_cases, own_schedules
-from experiments.evidence.record import RECORD_FILE, read_record, save_record
+from experiments.evidence.executed.executed_cases import executed_cases, own_schedules
+from experiments.evidence.executed.record import RECORD_FILE, read_record, save_record
 from experiments.evidence.workers import called
-from experiments.serve.jobs import JOBS, Jobs
-from experiments.verbs.cells import CellSelection, cells_of
+from experiments.serve.answering.jobs import JOBS, Jobs
 from experiments.verbs.cli import main
-from sim.errors import InputError, JournalError, LongstepError
-from sim.presets import decoded, read_bytes
+from experiments.verbs.shared.cells import CellSelection, cells_of
+from sim.base.errors import InputError, JournalError, LongstepError
+from sim.base.presets import decoded, read_bytes
+from sim.compare.journal import Journal
+from sim.compare.portions import Portion, play
+from sim.diagnose.profiled import read_traces
 from sim.schedule.ir.program import Program, Schedule
-from sim.setup.journal import Journal
 from sim.setup.names import OwnSchedule
-from sim.setup.portions import Portion, play
-from sim.setup.profiled import read_traces
 from sim.software.counted import load_counted
-from tests.experiments.test_executed_cases import RING, on_h100
+from tests.experiments.evidence.test_executed_cases import RING, on_h100
 from tests.helpers import slow_but
 from tests.reading_code import ROOT, places
 
-CONFIGURATIONS = ROOT / "tests" / "sim" / "imports"
+CONFIGURATIONS = ROOT / "tests" / "setup" / "imports"
 PRINTED = ROOT / "tests" / "topology" / "printed"
-CONFIG = ROOT / "tests" / "sim" / "hugging_face" / "llama-3-8b.json"
+CONFIG = ROOT / "tests" / "words" / "hugging_face" / "llama-3-8b.json"
 RESULTS = ROOT / "experiments" / "results"
 SMALL = ("--cluster", "hgx-h100", "--gpus", "2", "--scope", "attention")
 
@@ -344,27 +344,27 @@ PLACES: dict[str, str] = {
     "calibrate/published/losses.py:losses": OURS,
     "calibrate/published/reading.py:rows": OURS,
     "calibrate/published/streaming.py:_liger": OURS,
-    "experiments/evidence/cases.py:_alone": "cases, op alone",
-    "experiments/evidence/cases.py:read_cases": "cases, group",
-    "experiments/evidence/coverage.py": "step errors",
+    "experiments/evidence/papers/cases.py:_alone": "cases, op alone",
+    "experiments/evidence/papers/cases.py:read_cases": "cases, group",
+    "experiments/evidence/papers/coverage.py": "step errors",
     "experiments/evidence/kept.py:kept_in": "record, notes",
     "experiments/evidence/kept.py:notes": "record, notes",
-    "experiments/evidence/lab.py": "lab",
-    "experiments/evidence/lab.py:read_lab": "lab",
-    "experiments/evidence/record.py": "record, over it",
-    "experiments/evidence/record.py:read_record": "record, schedule",
+    "experiments/evidence/links/lab.py": "lab",
+    "experiments/evidence/links/lab.py:read_lab": "lab",
+    "experiments/evidence/executed/record.py": "record, over it",
+    "experiments/evidence/executed/record.py:read_record": "record, schedule",
     "experiments/evidence/results.py:_csv": "results, CSV",
     "experiments/evidence/results.py:_json": "results, JSON lines",
     "experiments/evidence/results.py:_parquet": "results, Parquet",
     "experiments/evidence/results.py:read_result": "results, JSON",
-    "experiments/pages/chapters.py:stated": "results, step",
+    "experiments/pages/report/chapters.py:stated": "results, step",
     "experiments/recipes/carry.py:needed_by_tests": OURS,
     "experiments/recipes/carry.py:requirements": OURS,
     "experiments/recipes/gpu.py:leave": OURS,
-    "experiments/serve/dropped.py:_kind": "dropped, JSON",
+    "experiments/serve/answering/dropped.py:_kind": "dropped, JSON",
     "experiments/serve/files.py:_own": OURS,
-    "experiments/serve/jobs.py:parts": "question of a page",
-    "experiments/serve/question.py:question_of": "dropped, configuration",
+    "experiments/serve/answering/jobs.py:parts": "question of a page",
+    "experiments/serve/answering/question.py:question_of": "dropped, configuration",
     "experiments/serve/server.py:do": "question of a page",
     "experiments/serve/worker.py:_hear": BESIDE,
     "experiments/serve/worker.py:_resident_bytes": KERNEL,
@@ -386,22 +386,22 @@ PLACES: dict[str, str] = {
     "sim/batches/files.py:_parquet": "lengths.parquet",
     "sim/batches/files.py:read_lengths": "lengths.txt",
     "sim/batches/lengths.py:histogram": OURS,
-    "sim/engine/cost.py:measured_cluster": "profile",
-    "sim/engine/learned.py:shipped": OURS,
-    "sim/files.py:_is_ours": "schedule, over it",
-    "sim/files.py:write_whole": WRITES,
-    "sim/hugging_face.py:model_fields": "config.json",
+    "sim/engine/costs/cost.py:measured_cluster": "profile",
+    "sim/engine/intervals/learned.py:shipped": OURS,
+    "sim/base/files.py:_is_ours": "schedule, over it",
+    "sim/base/files.py:write_whole": WRITES,
+    "sim/words/hugging_face.py:model_fields": "config.json",
     "sim/native/library.py:_found": COMPILED,
-    "sim/presets.py:_shipped": OURS,
-    "sim/presets.py:converted": "cluster",
-    "sim/presets.py:decoded": "profile",
-    "sim/presets.py:from_toml": "cluster",
-    "sim/presets.py:override": "cluster",
-    "sim/presets.py:read_bytes": "cluster",
-    "sim/profile.py": "lab, calibration",
-    "sim/profile.py:_decoded": "profile",
-    "sim/profile.py:_shipped": OURS,
-    "sim/profile.py:profile_bytes": "profile",
+    "sim/base/presets.py:_shipped": OURS,
+    "sim/base/presets.py:converted": "cluster",
+    "sim/base/presets.py:decoded": "profile",
+    "sim/base/presets.py:from_toml": "cluster",
+    "sim/base/presets.py:override": "cluster",
+    "sim/base/presets.py:read_bytes": "cluster",
+    "sim/words/profile.py": "lab, calibration",
+    "sim/words/profile.py:_decoded": "profile",
+    "sim/words/profile.py:_shipped": OURS,
+    "sim/words/profile.py:profile_bytes": "profile",
     "sim/schedule/ir/program.py:from_json": "schedule",
     "sim/setup/block_masks.py:block_mask_of": "block mask",
     "sim/setup/imports/frameworks.py:frameworks": OURS,
@@ -409,24 +409,24 @@ PLACES: dict[str, str] = {
     "sim/setup/imports/reading.py:_json": "configuration, JSON",
     "sim/setup/imports/reading.py:_toml": "configuration, TOML",
     "sim/setup/imports/reading.py:read": "configuration, shell",
-    "sim/setup/journal.py:__init__": "journal",
-    "sim/setup/journal.py:_head": "journal",
-    "sim/setup/journal.py:_portion": "journal",
-    "sim/setup/journal.py:_read": "journal",
-    "sim/setup/logs.py:read_log": "log",
-    "sim/setup/profiled.py:_decoded": "trace of torch",
+    "sim/compare/journal.py:__init__": "journal",
+    "sim/compare/journal.py:_head": "journal",
+    "sim/compare/journal.py:_portion": "journal",
+    "sim/compare/journal.py:_read": "journal",
+    "sim/explain/logs.py:read_log": "log",
+    "sim/diagnose/profiled.py:_decoded": "trace of torch",
     "sim/software/attention.py:_tables": OURS,
     "sim/software/counted.py:_loaded": "software, counted",
     "sim/software/software.py:load_software": "software",
     "sim/software/host.py:_table": OURS,
-    "sim/workload.py:load_model": "model",
-    "sim/workload.py:model_of_config": "config.json",
+    "sim/words/workload.py:load_model": "model",
+    "sim/words/workload.py:model_of_config": "config.json",
     "topology/cluster.py:load_cluster": "cluster",
     "topology/host.py:_cpu_name": KERNEL,
-    "topology/machine.py:machine": "nvidia-smi topo",
+    "topology/detect/machine.py:machine": "nvidia-smi topo",
     "topology/named.py:_preset": "cluster",
-    "topology/tools.py:_of_csv": "nvidia-smi, CSV",
-    "topology/tools.py:_of_xml": "nvidia-smi, XML",
+    "topology/detect/tools.py:_of_csv": "nvidia-smi, CSV",
+    "topology/detect/tools.py:_of_xml": "nvidia-smi, XML",
 }
 """Every place of the product where a file is read, or data are decoded, with the reader above that comes by, or why
 none has to."""
@@ -441,13 +441,13 @@ _DECODES = re.compile(
     r"|.*\bpresets\.(read_bytes|load_toml|from_json|decoded|converted)"
 )
 RUNS: dict[str, str] = {
-    "calibrate/software/transformers_modules.py:_module": "modules of transformers",
+    "calibrate/software/libraries/transformers_modules.py:_module": "modules of transformers",
     "experiments/studies/study.py:study": "a module of this package, whose name is listed first",
     "experiments/verbs/cli.py:parses_to": "a module of this package, of a verb",
     "experiments/verbs/cli.py:run": "a module of this package, of a verb",
     "longstep.py:__getattr__": "a module of this package, of a public name",
     "longstep.py": "the command line",
-    "runtime/execution/cuda_attention.py:__init__": "flash-attn 2 or 3",
+    "runtime/execution/ops/cuda_attention.py:__init__": "flash-attn 2 or 3",
     "runtime/processes/fork_server.py:main": "what the server loads before it forks",
     "sim/setup/names.py:_function": "the user's own schedule: an OwnSchedule",
 }
@@ -471,7 +471,8 @@ def test_code_is_loaded_in_few_places_and_one_takes_the_users() -> None:
     """Of a name that was typed: nothing else makes an OwnSchedule."""
     assert sorted(places(_LOADS) ^ RUNS.keys()) == []
     assert places(re.compile(r"(.*\.)?(OwnSchedule|_function)")) == {
-        "experiments/verbs/selection.py:typed_schedule", "sim/setup/names.py:_function", "sim/setup/names.py:entry",
+        "experiments/verbs/shared/selection.py:typed_schedule", "sim/setup/names.py:_function",
+        "sim/setup/names.py:entry",
     }  # fmt: skip
     assert {place.rpartition("/")[0] for place in places(re.compile(r"(.*\.)?typed_(schedules?|values)"))} == {
         "experiments/verbs"

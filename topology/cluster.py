@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from sim.errors import InputError
-from sim.presets import load_toml
-from topology.direct import direct, direct_hops, direct_path
-from topology.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
+from sim.base.errors import InputError
+from sim.base.presets import load_toml
+from topology.fabric.direct import direct, direct_hops, direct_path
+from topology.fabric.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
+from topology.fabric.resources import device_resources, equals, host_cxl, host_dram, resources
+from topology.fabric.switches import forwards, leaf, switched
 from topology.host import host_facts, with_facts
 from topology.named import HARDWARE, load_named
-from topology.resources import device_resources, equals, host_cxl, host_dram, resources
 from topology.specs import ClusterSpec
-from topology.switches import forwards, leaf, switched
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -125,7 +125,7 @@ class Cluster:
     @cached_property
     def graph(self) -> nx.DiGraph:
         """All devices, hubs and links, to be drawn, exported or searched; each edge carries its ``Edge``."""
-        from topology.graph import wire
+        from topology.fabric.graph import wire
 
         return wire(self.spec)
 
@@ -250,7 +250,7 @@ class Cluster:
 
     def _find_spread(self, source: str, target: str) -> tuple[tuple[tuple[int, float], ...], float]:
         """Return which share of a flow between two leaves takes which link, and the mean latency of its ways."""
-        from topology.graph import spread
+        from topology.fabric.graph import spread
 
         found = spread(self._switch_graph, source, self._hops_from(target))
         shares = tuple([(self.resources.number(one.name), share) for edge, share in found for one in edge.resources])
@@ -258,14 +258,14 @@ class Cluster:
 
     @cached_property
     def _switch_graph(self) -> nx.DiGraph:
-        from topology.graph import switch_graph
+        from topology.fabric.graph import switch_graph
 
         fabric = switched(self.spec)
         assert fabric is not None
         return switch_graph(self.spec, fabric)
 
     def _find_hops_from(self, leaf: str) -> dict[str, int]:
-        from topology.graph import hops_from
+        from topology.fabric.graph import hops_from
 
         return hops_from(self._switch_graph, leaf)
 
@@ -284,7 +284,7 @@ class Cluster:
 
     def _find_paths(self, source: int, near: bool) -> dict[str, list[str]]:
         """Return a shortest path from a GPU to each device and hub, of its own node if ``near``."""
-        from topology.graph import shortest_paths
+        from topology.fabric.graph import shortest_paths
 
         return shortest_paths(self.graph, f"gpu[{source}]", inside=near)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sim.errors import InputError, unknown
+from sim.base.errors import InputError, unknown
 from topology.kinds import MeshSpec, TorusSpec
 from topology.specs import ClusterSpec, LinkSpec, NicSpec
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from sim.errors import InputError
-from sim.presets import load_toml, preset_names
+from sim.base.errors import InputError
+from sim.base.presets import load_toml, preset_names
 from topology.specs import ClusterSpec
 
 HARDWARE = "topology/hardware"

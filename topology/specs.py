@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from sim.errors import InputError
-from sim.presets import Name
+from sim.base.errors import InputError
+from sim.base.presets import Name
 from topology.base import Bytes, Count, NotNegative, Positive, Spec
 from topology.collectives import CollectivesSpec
 from topology.kinds import DIRECT, Fabric

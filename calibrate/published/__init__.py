@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from calibrate.leave_one_out import with_residuals
+from calibrate.held.leave_one_out import with_residuals
 from calibrate.published import attention, gpus, ultraattn
-from sim.errors import unknown
-from sim.profile import Profile
+from sim.base.errors import unknown
+from sim.words.profile import Profile
 
 PUBLISHED: Mapping[str, Callable[[str], Profile]] = {
     "a800-ultraattn": ultraattn.a800,

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
+from calibrate.held.tiles import tile_models
 from calibrate.published import curves, ultraattn
 from calibrate.published.curves import Timed
 from calibrate.published.reading import geometric_mean, square_attention
 from calibrate.published.sustained import B200, GB200, GB300, H100, NOT_AT_THE_LIMIT, UnderLoad
-from calibrate.tiles import tile_models
-from sim.engine.tiles import use_of
-from sim.options import FusedName
-from sim.profile import FusedAttention, Machine, Point, Profile, Sustained, shipped_profile
+from sim.engine.costs.tiles import use_of
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse
 from sim.schedule.ir.masks import CAUSAL, FULL
+from sim.words.options import FusedName
+from sim.words.profile import FusedAttention, Machine, Point, Profile, Sustained, shipped_profile
 from topology.cluster import load_cluster
 
 FOLDER = "attention"

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import msgspec
 
 from calibrate.published.reading import Row, geometric_mean, rows, transfer_point
-from sim.engine.collectives import wire_bytes
-from sim.profile import Point
+from sim.engine.traffic.collectives import wire_bytes
 from sim.schedule.ir.ops import CollectiveName
+from sim.words.profile import Point
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 

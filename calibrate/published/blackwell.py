@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from calibrate.published.reading import geometric_mean, rows, transfer_point
-from sim.engine.collectives import wire_bytes
-from sim.profile import Point
+from sim.engine.traffic.collectives import wire_bytes
 from sim.schedule.ir.ops import CollectiveName
+from sim.words.profile import Point
 from topology.cluster import Cluster
 
 _KINDS: dict[str, CollectiveName] = {"all_reduce": "all_reduce", "alltoall": "all_to_all"}

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 
 from calibrate.published import ultraattn
 from calibrate.published.reading import Averaged, Row, geometric_mean, kernel_point, rows, square_attention
-from sim.engine.tiles import use_of
-from sim.profile import Point
+from sim.engine.costs.tiles import use_of
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL, FULL
+from sim.words.profile import Point
 
 _HEAD_DIMS = (64, 128)
 _PAPER_TOKENS, _PAPER_WIDTH = 16384, 2048

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from calibrate.held.tiles import tile_models
 from calibrate.published import between_nodes, blackwell, curves, elementwise, ultraattn
 from calibrate.published.curves import Timed, apart, averaged, without_causal_forward
 from calibrate.published.host import (
@@ -35,12 +36,11 @@ from calibrate.published.reading import (
 )
 from calibrate.published.streaming import NORMS_SOURCE, norms, streaming
 from calibrate.published.sustained import A100, B200, FORMS, FORMS_SOURCE, GB200, GB300, H100, H200, UnderLoad
-from calibrate.tiles import tile_models
-from sim.engine.collectives import wire_bytes
-from sim.profile import FusedAttention, Machine, Point, Profile
+from sim.engine.traffic.collectives import wire_bytes
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import CollectiveName
+from sim.words.profile import FusedAttention, Machine, Point, Profile
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 

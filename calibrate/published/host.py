@@ -6,7 +6,7 @@ import math
 import statistics
 
 from calibrate.published.reading import geometric_mean, rows
-from sim.profile import SLICE_BACK, Issue, Spread
+from sim.words.profile import SLICE_BACK, Issue, Spread
 from topology.specs import ClusterSpec
 
 _SLICE_BACK = {SLICE_BACK: 0.8}

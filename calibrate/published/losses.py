@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from calibrate.published.reading import kernel_point, rows
 from calibrate.published.streaming import uses_of
-from sim.profile import Point
 from sim.schedule.derive.kernels import KernelUse
+from sim.words.profile import Point
 
 LOSS_SOURCE = (
     "linkedin/Liger-Kernel@ead96b61 and 0.2.1 to 0.4.2 benchmark/data; backward is the whole less the forward pass; "

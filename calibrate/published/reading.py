@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import NamedTuple
 
-from sim.profile import Point
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import Band
+from sim.words.profile import Point
 
 Row = dict[str, str]
 

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from calibrate.cases import cases_of
+from calibrate.measure.cases import cases_of
 from calibrate.published.reading import Averaged, geometric_mean, kernel_point, rows
-from sim.mesh import Mesh
-from sim.profile import Point
 from sim.schedule.derive.kernels import KernelUse
 from sim.schedule.methods import single
-from sim.workload import Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.profile import Point
+from sim.words.workload import Workload, load_model
 
 _VLLM = {
     "input_layernorm(rmsnorm)": "rms_norm",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sim.profile import Longer, PowerLaw, Sustained
+from sim.words.profile import Longer, PowerLaw, Sustained
 
 _AICONFIGURATOR = "ai-dynamo/aiconfigurator@095f58a, the same shapes in runs of about 13 kernels and of at least 1 s"
 _SIMUMAX = "MooreThreads/SimuMax@4dcaae5 configs/system/b200_bf16_ceperm.json and a100_pcie.json"

@@ -24,9 +24,9 @@ from calibrate.published.reading import (
     rows,
     transfer_point,
 )
-from sim.profile import FusedAttention, Machine, Point, Profile
 from sim.schedule.derive.kernels import attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL
+from sim.words.profile import FusedAttention, Machine, Point, Profile
 from topology.cluster import load_cluster
 
 _HEAD_DIM = 128

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from calibrate.software import layers, megatron, nanotron, steps, tiles, torchtitan
-from calibrate.software.asked import Asked, Software
+from calibrate.software.counting import layers, steps, tiles
+from calibrate.software.counting.asked import Asked, Software
+from calibrate.software.libraries import megatron, nanotron, torchtitan
 
 PACKAGES = ("torch",)
 

@@ -11,13 +11,15 @@ from importlib import metadata
 
 import torch
 
-from calibrate.software import compiled, frameworks, liger, losses, optimisers, transformers_modules
-from calibrate.software.asked import Asked, Software
-from calibrate.software.count import Ready, missing
-from calibrate.software.log import Call, Operand
-from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula, numbers, terms
-from calibrate.software.transformers_modules import FAMILIES, Modules
-from sim.errors import unknown
+from calibrate.software import frameworks
+from calibrate.software.counting import losses, optimisers
+from calibrate.software.counting.asked import Asked, Software
+from calibrate.software.counting.count import Ready, missing
+from calibrate.software.counting.log import Call, Operand
+from calibrate.software.counting.sizes import TO_CHECK, TO_DERIVE, Sizes, formula, numbers, terms
+from calibrate.software.libraries import compiled, liger, transformers_modules
+from calibrate.software.libraries.transformers_modules import FAMILIES, Modules
+from sim.base.errors import unknown
 from sim.software.counted import MARK, Counted, DtypeName, Formula, Kernel, Part, Pass, Product, amount
 
 DTYPES: dict[torch.dtype, DtypeName] = {

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from experiments.evidence import published
-from experiments.evidence.lab import LabCell, LabRecord
-from experiments.evidence.lab_verdict import TARGETS, lab_order, verdict
-from experiments.evidence.published import CasePrediction, Evidence, explained
-from experiments.evidence.record import Judged, Record, judged, order
-from sim.units import percent
+from experiments.evidence.executed.record import Judged, Record, judged, order
+from experiments.evidence.links.lab import LabCell, LabRecord
+from experiments.evidence.links.lab_verdict import TARGETS, lab_order, verdict
+from experiments.evidence.papers import published
+from experiments.evidence.papers.published import CasePrediction, Evidence, explained
+from sim.base.units import percent
 
 
 class Headline(NamedTuple):

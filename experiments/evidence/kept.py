@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from sim.errors import InputError
-from sim.presets import decoded, read_bytes
+from sim.base.errors import InputError
+from sim.base.presets import decoded, read_bytes
 
 Of = TypeVar("Of")
 

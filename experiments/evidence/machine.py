@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sim.errors import InputError
-from sim.workload import Dtype
-from topology.machine import is_named
+from sim.base.errors import InputError
+from sim.words.workload import Dtype
+from topology.detect.machine import is_named
 from topology.specs import ClusterSpec
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def require_machine(spec: ClusterSpec, gpus: int, dtypes: Sequence[Dtype] = (), 
             f"{gpus} ranks need as many GPUs, this machine has {len(found)}: set `gpus`, or `one_device` to play all "
             f"ranks on one"
         )
-    from runtime.execution.attention_choice import cuda_kernel
+    from runtime.execution.ops.attention_choice import cuda_kernel
     from runtime.execution.tensors import TORCH_DTYPE
 
     for dtype in dtypes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sim.base.units import size
 from sim.setup.names import cluster, pairs
 from sim.setup.setup import Setup
-from sim.units import size
 from topology.reserved import PARTS
 from topology.specs import ClusterSpec
 

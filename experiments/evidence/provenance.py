@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sim.engine.report import Evidence
+from sim.engine.results.report import Evidence
 
 SWEEP_MARK = "longstep sweep"
 """Begins what a table of a sweep says of itself: the command that made it."""

@@ -19,11 +19,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.evidence.lab import LabRecord
+from experiments.evidence.executed.record import Record
+from experiments.evidence.links.lab import LabRecord
 from experiments.evidence.provenance import SWEEP_MARK
-from experiments.evidence.record import Record
-from sim.errors import InputError
-from sim.presets import decoded, from_json, read_bytes
+from sim.base.errors import InputError
+from sim.base.presets import decoded, from_json, read_bytes
 
 _OBJECTS = {
     "trace": {"traceEvents"},

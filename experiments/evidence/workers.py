@@ -8,8 +8,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from sim.errors import InputError
-from sim.setup.workers import end_with_parent
+from sim.base.errors import InputError
+from sim.base.workers import end_with_parent
 
 Of = TypeVar("Of")
 R = TypeVar("R")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from experiments.pages.pictures import Drawn, is_narrow, picture
-from experiments.pages.plots import HUES, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
-from experiments.pages.render import render
-from sim.setup.balance import Balance
-from sim.units import seconds, size
+from experiments.pages.drawn.pictures import Drawn, is_narrow, picture
+from experiments.pages.drawn.plots import HUES, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
+from experiments.pages.drawn.render import render
+from sim.balance.balance import Balance
+from sim.base.units import seconds, size
 
 _WIDTH, _BARS, _LEFT, _NAME = 1000, 64, 130, 18
 """Pixels: of the plot, of a planner's bars with the distance to the next, of the names beside them, and of a name above

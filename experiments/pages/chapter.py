@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from experiments.evidence.coverage import REGIME_HEADS
+from experiments.evidence.executed.record import Judged, Record, judged, provenance, summary
 from experiments.evidence.headlines import FRONT_HEADS, HEADLINE_HEADS, headlines
 from experiments.evidence.kept import Kept
-from experiments.evidence.lab import LabRecord
-from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
-from experiments.evidence.memory_cases import memory_tables
-from experiments.evidence.published import (
+from experiments.evidence.links.lab import LabRecord
+from experiments.evidence.links.lab_verdict import LAB_HEADS, lab_lines, lab_row
+from experiments.evidence.papers.coverage import REGIME_HEADS
+from experiments.evidence.papers.memory_cases import memory_tables
+from experiments.evidence.papers.published import (
     HEADS,
     Evidence,
     fitted_from,
@@ -24,14 +25,13 @@ from experiments.evidence.published import (
     rests_on,
     software_of,
 )
-from experiments.evidence.record import Judged, Record, judged, provenance, summary
-from sim.errors import InputError
-from sim.files import Kind, marked
-from sim.profile import Profile, encode_profile
-from sim.units import percent, seconds
+from sim.base.errors import InputError
+from sim.base.files import Kind, marked
+from sim.base.units import percent, seconds
+from sim.words.profile import Profile, encode_profile
 
 if TYPE_CHECKING:
-    from calibrate.leave_one_out import Residual
+    from calibrate.held.leave_one_out import Residual
 
 _MARK = "<!-- generator: longstep -->"
 CHAPTER_FILE = Kind("a chapter of evidence", marked(_MARK))

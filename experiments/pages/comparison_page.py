@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from experiments.evidence.comparison import Comparison, KindRow, Measured, comparison_lines
+from experiments.evidence.executed.comparison import Comparison, KindRow, Measured, comparison_lines
 from experiments.evidence.provenance import evidence_lines
-from experiments.pages.pictures import Drawn, Picture, is_narrow, picture
-from experiments.pages.plots import CIRCLE, SQUARE, TRIANGLE, Point, parity_plot, plottable, times_in_words
-from experiments.pages.render import render
-from experiments.pages.timeline import DIGITS, family_colours
-from sim.breakdown import PARTS, PartName, breakdown
+from experiments.pages.drawn.pictures import Drawn, Picture, is_narrow, picture
+from experiments.pages.drawn.plots import CIRCLE, SQUARE, TRIANGLE, Point, parity_plot, plottable, times_in_words
+from experiments.pages.drawn.render import render
+from experiments.pages.drawn.timeline import DIGITS, family_colours
+from sim.accounts.breakdown import PARTS, PartName, breakdown
+from sim.accounts.trace import Row, Trace
+from sim.base.units import percent
 from sim.schedule.ir.ops import KINDS
-from sim.trace import Row, Trace
-from sim.units import percent
 
 _BAND = 0.10
 """Share of the measured time that the parity plot shades."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.evidence.comparison import Measured
-from experiments.evidence.published import HEADS, CasePrediction, Evidence, judged_groups, provenance
-from experiments.pages.legend import BANDS, Kind, Looks
-from experiments.pages.pictures import Drawn, Picture, is_narrow, picture
-from experiments.pages.plots import Point, parity_plot
-from experiments.pages.render import render
-from sim.units import percent, seconds
+from experiments.evidence.executed.comparison import Measured
+from experiments.evidence.papers.published import HEADS, CasePrediction, Evidence, judged_groups, provenance
+from experiments.pages.drawn.legend import BANDS, Kind, Looks
+from experiments.pages.drawn.pictures import Drawn, Picture, is_narrow, picture
+from experiments.pages.drawn.plots import Point, parity_plot
+from experiments.pages.drawn.render import render
+from sim.base.units import percent, seconds
 
 _WIDTH, _HEIGHT, _LOW = 560, 520, 340
 """Of a plot in pixels, on a wide screen; its height on a phone."""

@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from experiments.pages.pictures import Entry, Legend, legend
-from experiments.pages.plots import HUES, SWATCH
-from experiments.pages.render import render
-from experiments.pages.texts import text_width
-from sim.errors import InputError
-from sim.units import rate
+from experiments.pages.drawn.pictures import Entry, Legend, legend
+from experiments.pages.drawn.plots import HUES, SWATCH
+from experiments.pages.drawn.render import render
+from experiments.pages.drawn.texts import text_width
+from sim.base.errors import InputError
+from sim.base.units import rate
 from topology.cluster import Cluster
+from topology.fabric.shape import joined
+from topology.fabric.switches import switched
 from topology.kinds import CircuitsSpec, MeshSpec
-from topology.shape import joined
 from topology.specs import ClusterSpec
-from topology.switches import switched
 
 MOST_LINKS = 2048
 """That are still told apart."""

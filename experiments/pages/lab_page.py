@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.evidence.lab import LabRecord, LabResult
-from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
-from experiments.pages import plots
-from experiments.pages.figures import figure as alone
-from experiments.pages.legend import BANDS
-from experiments.pages.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
-from experiments.pages.render import render
-from sim.units import percent
+from experiments.evidence.links.lab import LabRecord, LabResult
+from experiments.evidence.links.lab_verdict import LAB_HEADS, lab_lines, lab_row
+from experiments.pages.drawn import plots
+from experiments.pages.drawn.figures import figure as alone
+from experiments.pages.drawn.legend import BANDS
+from experiments.pages.drawn.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
+from experiments.pages.drawn.render import render
+from sim.base.units import percent
 
 _WIDTH, _HEIGHT, _LOW = 760, 620, 340
 """Of the plot in pixels, on a wide screen; its height on a phone."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.evidence.peaks import PEAK, beside
-from experiments.pages.pictures import Drawn, Entry, is_narrow, legend, picture
-from experiments.pages.plots import HUES, SWATCH, Axis, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
-from experiments.pages.render import render
-from sim.memory import TERMS
-from sim.setup.answer_table import of_ladder
-from sim.units import length, size
+from experiments.pages.drawn.pictures import Drawn, Entry, is_narrow, legend, picture
+from experiments.pages.drawn.plots import HUES, SWATCH, Axis, Frame, Mark, Plot, Tick, Trend, apart, height_below, named
+from experiments.pages.drawn.render import render
+from sim.accounts.memory import TERMS
+from sim.base.units import length, size
+from sim.setup.answers.rows import of_ladder
 from topology.specs import ClusterSpec
 
 _WIDTH, _BAR, _LEFT, _NAME = 1000, 24, 210, 18

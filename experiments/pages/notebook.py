@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.pages.charts import Chart
-from experiments.pages.render import render
-from experiments.pages.step_charts import memory_chart, parts_chart, saves_chart
-from experiments.pages.still import still
-from experiments.pages.sweep_chapter import sweep_charts
-from sim.setup.charts_shown import Drawing
-from sim.setup.prediction import Prediction
+from experiments.pages.drawn.charts import Chart
+from experiments.pages.drawn.render import render
+from experiments.pages.drawn.step_charts import memory_chart, parts_chart, saves_chart
+from experiments.pages.drawn.still import still
+from experiments.pages.report.sweep_chapter import sweep_charts
+from sim.setup.answers.charts import Drawing
+from sim.setup.played import PlayedStep
 
 _OF_STEPS = {"step_time_s", "mfu"}
 """Keys of rows that each are a step."""
 
 
-def of_step(prediction: Prediction) -> str:
+def of_step(prediction: PlayedStep) -> str:
     """Return the charts of a prediction as HTML: its memory, where its step goes, and what doubling saves."""
     found = prediction.figures
     charts = [memory_chart(found), parts_chart(found.breakdown)]

@@ -6,11 +6,23 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.pages.pictures import Drawn, Entry, is_narrow, legend, picture
-from experiments.pages.plots import HUES, SHAPES, SWATCH, Axis, Frame, Mark, Plot, Tick, Trend, apart, height_below
-from experiments.pages.render import render
-from sim.setup.table import Table
-from sim.units import length, rate, seconds
+from experiments.pages.drawn.pictures import Drawn, Entry, is_narrow, legend, picture
+from experiments.pages.drawn.plots import (
+    HUES,
+    SHAPES,
+    SWATCH,
+    Axis,
+    Frame,
+    Mark,
+    Plot,
+    Tick,
+    Trend,
+    apart,
+    height_below,
+)
+from experiments.pages.drawn.render import render
+from sim.base.units import length, rate, seconds
+from sim.setup.answers.table import Table
 
 _WIDTH, _HEIGHT, _LOW = 1000, 520, 380
 """Of the plot in pixels, on a wide screen; its height on a phone."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from experiments.pages.bars import bar_mark, round_values, rows_in
-from experiments.pages.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
-from experiments.pages.plots import (
+from experiments.pages.drawn.bars import bar_mark, round_values, rows_in
+from experiments.pages.drawn.pictures import Drawn, Entry, Picture, is_narrow, legend, picture
+from experiments.pages.drawn.plots import (
     HUES,
     SHAPES,
     SWATCH,
@@ -21,12 +21,12 @@ from experiments.pages.plots import (
     apart,
     height_below,
 )
-from experiments.pages.render import render
-from experiments.pages.tables import head
-from experiments.pages.texts import text_width
-from sim.errors import InputError
-from sim.files import Kind, marked
-from sim.units import length, seconds, size
+from experiments.pages.drawn.render import render
+from experiments.pages.drawn.tables import head
+from experiments.pages.drawn.texts import text_width
+from sim.base.errors import InputError
+from sim.base.files import Kind, marked
+from sim.base.units import length, seconds, size
 
 _WIDTH, _HEIGHT, _LOW = 860, 380, 320
 """Pixels of lines, on a wide screen; their height on a phone."""

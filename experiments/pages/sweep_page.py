@@ -10,15 +10,15 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from experiments.evidence.diagnosis import DRIFT
-from experiments.evidence.record import Judged, Record, judged, provenance, quiet_repeats, summary
-from experiments.pages import plots
-from experiments.pages.figures import figure as alone
-from experiments.pages.legend import BANDS, Kind, Looks
-from experiments.pages.pictures import NARROW, Drawn, Picture, is_narrow, picture
-from experiments.pages.render import render
-from sim.units import length, percent
-from sim.workload import parse_length
+from experiments.evidence.executed.diagnosis import DRIFT
+from experiments.evidence.executed.record import Judged, Record, judged, provenance, quiet_repeats, summary
+from experiments.pages.drawn import plots
+from experiments.pages.drawn.figures import figure as alone
+from experiments.pages.drawn.legend import BANDS, Kind, Looks
+from experiments.pages.drawn.pictures import NARROW, Drawn, Picture, is_narrow, picture
+from experiments.pages.drawn.render import render
+from sim.base.units import length, percent
+from sim.words.workload import parse_length
 
 _WIDTH, _HEIGHT, _LOW = 560, 520, 340
 """Of the parity plot in pixels, on a wide screen; its height on a phone."""

@@ -21,15 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.recipes.bench_clusters import TARGET_S, building
+from sim.balance.planners import PLANNERS, asked_of
+from sim.base.units import seconds
 from sim.batches.batch import batch
 from sim.batches.lengths import lognormal
-from sim.engine import native, reference
-from sim.engine.cost import CostModel
-from sim.engine.lowered import Lowered
-from sim.engine.report import Report, report
-from sim.engine.simulate import Prepared
-from sim.mesh import Mesh
-from sim.profile import Profile, load_profile
+from sim.compare.sweep import sweep
+from sim.engine.costs.cost import CostModel
+from sim.engine.play import native, reference
+from sim.engine.play.lowered import Lowered
+from sim.engine.play.simulate import Prepared
+from sim.engine.results.report import Report, report
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.ops import Exchange, Message
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
@@ -39,11 +40,10 @@ from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.attention import all_heads, attention_program
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.hops import Lane
-from sim.setup.planners import PLANNERS, asked_of
 from sim.setup.setup import Setup
-from sim.setup.sweep import sweep
-from sim.units import seconds
-from sim.workload import Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.profile import Profile, load_profile
+from sim.words.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, PerGpu
 
@@ -281,8 +281,8 @@ def once(timed: Callable[[], float]) -> tuple[float, float]:
 def single_imports() -> float:
     """Return the CPU time of what predicting imports, the bare interpreter apart."""
     code = (
-        "import time; begin = time.process_time(); import longstep; longstep.predict; import sim.engine.native; "
-        "import sim.engine.report; print(time.process_time() - begin)"
+        "import time; begin = time.process_time(); import longstep; longstep.predict; import sim.engine.play.native; "
+        "import sim.engine.results.report; print(time.process_time() - begin)"
     )
     runs = (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(ROUNDS)

@@ -6,15 +6,15 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.comparison import Comparison, comparison, drift_line
-from experiments.evidence.execution import Execution, open_session
+from experiments.evidence.executed.comparison import Comparison, comparison, drift_line
+from experiments.evidence.executed.execution import Execution, open_session
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.several import Asked, rows_table
-from experiments.verbs.terminal import comparison_table, tell_basis
-from sim.setup.answer import sentence
+from experiments.verbs.shared.terminal import comparison_table, tell_basis
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.units import percent, seconds
+from sim.setup.answers.answer import sentence
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
-from sim.units import percent, seconds
 
 TRACE_FILE = CHROME_TRACE.at("demo-trace.json")
 LENGTHS = ("128K", "256K", "512K", "1M")

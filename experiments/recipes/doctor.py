@@ -23,21 +23,21 @@ import msgspec
 from rich.console import Console
 
 import longstep
-from experiments.evidence.execution import measured_steps, open_session
+from experiments.evidence.executed.execution import measured_steps, open_session
 from experiments.evidence.provenance import command_line
 from experiments.verbs.calibrate import Calibrate, calibrate
 from longstep import Diagnosis, Measured, Setup
-from sim.errors import InputError
-from sim.files import make_folder, write_whole
-from sim.profile import Machine
+from sim.accounts.trace import CHROME_TRACE, Trace
+from sim.base.errors import InputError
+from sim.base.files import make_folder, write_whole
+from sim.base.units import seconds
+from sim.base.workers import end_with_parent
+from sim.diagnose.profiled import one_after_the_other, read_traces
 from sim.schedule.proof.check import Checked
 from sim.setup.names import at_least_one
 from sim.setup.prediction import write_trace
-from sim.setup.profiled import one_after_the_other, read_traces
-from sim.setup.workers import end_with_parent
-from sim.trace import CHROME_TRACE, Trace
-from sim.units import seconds
-from sim.workload import Scope
+from sim.words.profile import Machine
+from sim.words.workload import Scope
 
 RANKS = 2
 CLEAN, FAULTS, STEPS = 10, 20, 5

@@ -19,23 +19,23 @@ from typing import IO, Any, NamedTuple, cast
 
 from rich.console import Console
 
-from calibrate.profile_diff import shipped_of
-from experiments.evidence.execution import Execution
+from calibrate.held.profile_diff import shipped_of
+from experiments.evidence.executed.execution import Execution
 from experiments.evidence.machine import gpus_here, is_of
 from experiments.recipes.carry import ROOT, lacking, needed_by_tests, what_is_missing
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.cells import CellSelection
 from experiments.verbs.cli import with_flags
 from experiments.verbs.profile_diff import write_profile_diffs
 from experiments.verbs.run import Run, run
-from experiments.verbs.selection import Selection
+from experiments.verbs.shared.cells import CellSelection
+from experiments.verbs.shared.selection import Selection
 from experiments.verbs.validate import Validate, validate
-from sim.errors import InputError, LongstepError, RankError, unknown
-from sim.files import make_folder
-from sim.presets import preset_names
-from sim.profile import load_profile
+from sim.base.errors import InputError, LongstepError, RankError, unknown
+from sim.base.files import make_folder
+from sim.base.presets import preset_names
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.names import DATASHEET
+from sim.words.profile import load_profile
 from topology.cluster import load_cluster
 from topology.named import gpu_name
 
@@ -138,7 +138,7 @@ def what_runs(cluster: str, attention: str) -> str:
     """Return the versions that count here, and the attention of a name, or the fastest one."""
     import torch
 
-    from runtime.execution.attention_choice import attention_kernel, described
+    from runtime.execution.ops.attention_choice import attention_kernel, described
 
     kernel = attention_kernel(torch.device(load_cluster(cluster).gpu.kind), torch.bfloat16, attention)
     return f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}; attention: {described(kernel.name)}"

@@ -15,11 +15,11 @@ from functools import partial
 from rich.console import Console
 from rich.table import Table
 
+from sim.balance.balance import balance
+from sim.base.units import seconds, size
 from sim.batches.lengths import draw, uniform
-from sim.setup.balance import balance
 from sim.setup.effort import PLANNED_RANKS, PLANNING, Effort, effort_of_plans, estimate, sizes_of
 from sim.setup.setup import Setup
-from sim.units import seconds, size
 
 _STEP = Setup(model="llama3-8b", cluster="hgx-h100", seq="1M", yes=True)
 _ATTENTION = _STEP.replace(scope="attention")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.serve.dropped import DISTRIBUTIONS
-from experiments.serve.jobs import BUDGET_BYTES, BUDGET_S, MOST_PINNED, MOST_TOKENS
-from sim.presets import preset_names
+from experiments.serve.answering.dropped import DISTRIBUTIONS
+from experiments.serve.answering.jobs import BUDGET_BYTES, BUDGET_S, MOST_PINNED, MOST_TOKENS
+from sim.base.presets import preset_names
 from sim.schedule.methods.catalog import NAMED
 from sim.setup import names
 from sim.setup.stacks import STACKS, TECHNIQUES

@@ -7,10 +7,10 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-from experiments.pages.plots import HUES
-from experiments.pages.render import render
-from experiments.pages.report_page import plotly_js
-from experiments.pages.timeline import family_colours
+from experiments.pages.drawn.plots import HUES
+from experiments.pages.drawn.render import render
+from experiments.pages.drawn.timeline import family_colours
+from experiments.pages.report.report_page import plotly_js
 from experiments.serve.choices import choices
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 
 if TYPE_CHECKING:
-    from experiments.serve.jobs import Jobs
+    from experiments.serve.answering.jobs import Jobs
 
 LEAST_LIMIT_BYTES = 6 * 10**9
 """A worker may have half of the machine's memory, and at least so much of the address space."""
@@ -34,7 +34,7 @@ def main() -> None:
     os.dup2(2, 1)  # what anything else prints is no answer
     _limit()
     gc.set_threshold(50_000, 20, 50)
-    from experiments.serve.jobs import Jobs  # which takes most of a second to import
+    from experiments.serve.answering.jobs import Jobs  # which takes most of a second to import
 
     jobs, waiting, dropped = Jobs(), queue.SimpleQueue[dict[str, Any]](), set[int]()
     for _ in jobs.parts("ask", {"question": {"model": "tiny", "seq": "8K", "layers": 2}}):

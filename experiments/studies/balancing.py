@@ -16,15 +16,15 @@ import longstep
 from experiments.evidence.workers import workers
 from experiments.pages.study_page import Spread, spreads
 from experiments.studies.study import Finding
+from sim.balance.balance import LOWER_BOUND
+from sim.balance.documents import planned_by
+from sim.base.units import seconds
 from sim.batches.batch import batch
 from sim.batches.lengths import draw, histogram, scaled
 from sim.batches.packing import Waiting, by_work, concatenated, imbalance, transformer_work
-from sim.batches.static import ring
+from sim.batches.planners.static import ring
 from sim.batches.statistics import statistics, token_bytes
 from sim.schedule.derive.matching import wire_bytes
-from sim.setup.balance import LOWER_BOUND
-from sim.setup.documents import planned_by
-from sim.units import seconds
 from topology.host import num_cores
 
 QUESTION = "What do planners win on batches of documents of many lengths?"

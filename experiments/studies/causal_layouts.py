@@ -7,7 +7,7 @@ from typing import Any
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 
 QUESTION = "Striped, zigzag or contiguous: what do layouts win under a causal mask?"
 _ATTENTION = longstep.Setup(model="llama3-8b", cluster="hgx-h100", scope="attention", layers=1, jitter=0.0)

@@ -11,7 +11,7 @@ import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.stacked_hbm import kernel_seconds
 from experiments.studies.study import Finding
-from sim.units import length, size
+from sim.base.units import length, size
 
 QUESTION = "From which length on does cheaper attention make a step faster: window, blocks, or linear?"
 ANSWER = 3

@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from sim.errors import InputError
-from sim.presets import load_toml
-from sim.units import length
+from sim.base.errors import InputError
+from sim.base.presets import load_toml
+from sim.base.units import length
 
 HEADS = ("paper", "claim", "claimed", "verdict", "Longstep finds", "missing")
 Range = tuple[float, float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import longstep
 from experiments.pages.study_page import lengths
 from experiments.studies.study import Finding
-from sim.units import length, size
+from sim.base.units import length, size
 
 QUESTION = "Which techniques get Llama-3-8B to 5M tokens on 8 H100, and what does each cost?"
 _SHOWN = ("techniques", "longest", "step_time_s", "peak_hbm_bytes", "free_bytes", "peak_host_bytes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.units import length, size
+from sim.base.units import length, size
 
 QUESTION = "How long should FPDT's chunks be, and what does faster PCIe buy?"
 _PCIE = "cluster.pcie.bytes_per_s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 
 QUESTION = "From how many tokens per GPU on does a ring hide its transfers behind attention?"
 _HIDDEN = 0.05

@@ -5,7 +5,7 @@ from __future__ import annotations
 import longstep
 from experiments.pages.study_page import shares
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 
 QUESTION = "What bounds a training step from 8K to 8M tokens?"
 _STEP = longstep.Setup(

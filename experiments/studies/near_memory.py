@@ -8,8 +8,8 @@ import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.stacked_hbm import HBM, LENGTHS, STEP, kernel_seconds
 from experiments.studies.study import Finding
-from sim.setup.roofline import calibrated
-from sim.units import length
+from sim.base.units import length
+from sim.compare.roofline import calibrated
 
 QUESTION = "What do element-wise kernels and softmax beside the memory win in training?"
 ANSWER = 1

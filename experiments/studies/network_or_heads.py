@@ -8,7 +8,7 @@ from typing import Any
 import longstep
 from experiments.pages.study_page import winners
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 
 QUESTION = "Ring, Ulysses, or USP of both: which is fastest at which network and length?"
 _TIE = 0.01

@@ -9,7 +9,7 @@ import msgspec
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 from topology.specs import ClusterSpec, SocketSpec
 
 QUESTION = "How much faster than nodes of 8 is a rack whose 64 GPUs all share NVLink?"

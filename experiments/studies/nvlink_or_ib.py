@@ -7,7 +7,7 @@ from typing import Any
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 
 QUESTION = "What would NVLink of twice or four times the rate win, and what InfiniBand of 800 or 1600 Gb/s?"
 ANSWER = 1

@@ -7,7 +7,7 @@ from typing import Any
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 
 QUESTION = "What do optical links of several Tb/s at every GPU win between nodes?"
 ANSWER = 1

@@ -9,11 +9,11 @@ import msgspec
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.engine.collectives import link_traffic
+from sim.engine.traffic.collectives import link_traffic
 from topology.cluster import Cluster
+from topology.fabric.switches import leaf, trunks
 from topology.kinds import Fabric, FatTreeSpec, RailOnlySpec, RailOptimisedSpec
 from topology.specs import ClusterSpec
-from topology.switches import leaf, trunks
 
 QUESTION = "What does it cost to leave out the spine, and to have rails only?"
 _NODES = (4, 8, 16, 32)

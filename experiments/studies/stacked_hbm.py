@@ -8,8 +8,8 @@ from typing import Any
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.engine.cost import CostModel
-from sim.units import length
+from sim.base.units import length
+from sim.engine.costs.cost import CostModel
 from topology.cluster import Cluster
 
 QUESTION = "What would 3D-stacked memory win, with several times the bandwidth and capacity of HBM?"

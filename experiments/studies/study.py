@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import experiments.studies
-from experiments.pages.pictures import Picture
-from sim.errors import InputError, none_of
+from experiments.pages.drawn.pictures import Picture
+from sim.base.errors import InputError, none_of
 from sim.setup.names import at_least_one
 
 

@@ -10,7 +10,7 @@ import msgspec
 import longstep
 from experiments.pages.study_page import Line, lines
 from experiments.studies.study import Finding
-from sim.units import length
+from sim.base.units import length
 from topology.kinds import Fabric, FullMeshSpec, TorusSpec
 from topology.specs import ClusterSpec, LinkSpec
 

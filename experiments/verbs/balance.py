@@ -11,23 +11,23 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.executed_skew import executed_skews
+from experiments.evidence.executed.executed_skew import executed_skews
 from experiments.evidence.provenance import note_lines
 from experiments.pages.balance_page import page
-from experiments.pages.render import PAGE_FILE
-from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import listed
-from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
-from experiments.verbs.writes import Writes
+from experiments.pages.drawn.render import PAGE_FILE
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.selection import listed
+from experiments.verbs.shared.terminal import answered, print_json, progress, tell, tell_assumed
+from experiments.verbs.shared.writes import Writes
+from sim.balance.balance import of_several
+from sim.balance.planners import PLANNERS
+from sim.base.errors import InputError
+from sim.base.files import require_outputs
+from sim.base.presets import preset_names, read_bytes
+from sim.base.units import FEW, length, seconds, size
 from sim.batches.files import typed_lengths
 from sim.batches.lengths import draw, histogram
-from sim.errors import InputError
-from sim.files import require_outputs
-from sim.presets import preset_names, read_bytes
-from sim.setup.balance import of_several
 from sim.setup.names import CLUSTER, MODEL, at_least_one, tokens
-from sim.setup.planners import PLANNERS
-from sim.units import FEW, length, seconds, size
 
 DISTRIBUTIONS = "sim/batches/distributions"
 

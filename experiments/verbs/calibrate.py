@@ -20,14 +20,17 @@ from rich.table import Table
 from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.provenance import command_line
 from experiments.verbs.counted import count_software
-from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.profile_diff import show_profile_diff
-from experiments.verbs.writes import Writes
-from sim.engine.cost import measured_cluster
-from sim.errors import InputError, RankError, unknown
-from sim.files import Output, make_folder, require_outputs
-from sim.presets import read_bytes
-from sim.profile import (
+from experiments.verbs.shared.kinds import OptionalFloat, OptionalText, Texts
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError, RankError, unknown
+from sim.base.files import Output, make_folder, require_outputs
+from sim.base.presets import read_bytes
+from sim.base.units import percent, seconds
+from sim.engine.costs.cost import measured_cluster
+from sim.setup.names import DATASHEET, one_of
+from sim.software.counted import COUNTED_FILE
+from sim.words.profile import (
     OWN_PROFILE_FILE,
     PROFILE_FILE,
     Profile,
@@ -36,10 +39,7 @@ from sim.profile import (
     profile_folder,
     profile_names,
 )
-from sim.setup.names import DATASHEET, one_of
-from sim.software.counted import COUNTED_FILE
-from sim.units import percent, seconds
-from sim.workload import FLOATS, ModelSpec, load_model
+from sim.words.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
 
@@ -216,7 +216,7 @@ def _published(name: str, output: Output | None, console: Console) -> None:
 
 def _residuals(profile: Profile, console: Console) -> None:
     """Print how well the points of a profile predict each other."""
-    from calibrate.leave_one_out import leave_one_out
+    from calibrate.held.leave_one_out import leave_one_out
 
     table = Table("each point from the others", "points", "median error", "worst")
     for kernel, points, median, worst in leave_one_out(profile):
@@ -227,7 +227,7 @@ def _residuals(profile: Profile, console: Console) -> None:
 
 def _check(profile: Profile, console: Console) -> None:
     """Repeat some points of a profile, and print how they compare."""
-    from calibrate.residuals import repeat
+    from calibrate.measure.residuals import repeat
     from runtime.processes.launch import Session
 
     spec = measured_cluster(profile)
@@ -299,7 +299,7 @@ def _summary(profile: Profile, missing: str, path: str, console: Console) -> Non
 
 def _gpu_figures(profile: Profile, console: Console) -> None:
     """Print what a calibration found of a GPU."""
-    from runtime.execution.attention_choice import described
+    from runtime.execution.ops.attention_choice import described
 
     launch_s, rate = profile.cluster["gpu"]["launch_s"], profile.cluster["hbm"]["bytes_per_s"]
     console.print(
@@ -337,7 +337,7 @@ def _host_figures(profile: Profile, console: Console) -> None:
 
 def _interference(profile: Profile, model: ModelSpec, console: Console) -> None:
     """Print how much kernels and transfers slow each other, and what the simulator makes of it."""
-    from calibrate.residuals import explained
+    from calibrate.measure.residuals import explained
 
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for one, simulated in explained(profile, model):

@@ -25,8 +25,8 @@ import tyro
 from rich.logging import RichHandler
 
 from experiments.evidence.machine import NEEDS_TORCH
-from experiments.verbs.terminal import Printer, Ticker, printable
-from sim.errors import InputError, LongstepError, RankError, none_of
+from experiments.verbs.shared.terminal import Printer, Ticker, printable
+from sim.base.errors import InputError, LongstepError, RankError, none_of
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

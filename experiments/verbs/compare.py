@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from rich.console import Console
 
-from experiments.evidence.comparison import calibrated, comparison, comparison_lines
-from experiments.evidence.execution import Execution, open_session
+from experiments.evidence.executed.comparison import calibrated, comparison, comparison_lines
+from experiments.evidence.executed.execution import Execution, open_session
 from experiments.pages.comparison_page import page
-from experiments.pages.render import PAGE_FILE
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import comparison_table, print_json, tell_basis
-from experiments.verbs.writes import Writes
-from sim.files import require_outputs
+from experiments.pages.drawn.render import PAGE_FILE
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import Selection
+from experiments.verbs.shared.terminal import comparison_table, print_json, tell_basis
+from experiments.verbs.shared.writes import Writes
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.files import require_outputs
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

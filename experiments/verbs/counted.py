@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from sim.files import Output, require_outputs
+from sim.base.files import Output, require_outputs
 from sim.software.counted import Counted, Formula, names
 
 

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import StepSelection
-from experiments.verbs.terminal import print_json, tell, tell_assumed, tell_padded
-from sim.errors import InputError
-from sim.units import length
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import StepSelection
+from experiments.verbs.shared.terminal import print_json, tell, tell_assumed, tell_padded
+from sim.base.errors import InputError
+from sim.base.units import length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

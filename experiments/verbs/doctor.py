@@ -11,15 +11,15 @@ from rich.table import Table as RichTable
 
 import longstep
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
-from experiments.verbs.quantities import read_bytes, read_seconds, read_share
-from experiments.verbs.selection import FileSelection, listed
-from experiments.verbs.terminal import print_json, progress, tell, tell_assumed, tell_padded
+from experiments.verbs.shared.kinds import OptionalFloat, OptionalText, Texts
+from experiments.verbs.shared.quantities import read_bytes, read_seconds, read_share
+from experiments.verbs.shared.selection import FileSelection, listed
+from experiments.verbs.shared.terminal import print_json, progress, tell, tell_assumed, tell_padded
 from longstep import Diagnosis, Measured, Setup
-from sim.errors import InputError, none_of
-from sim.setup.profiled import read_traces
-from sim.setup.traced import Traced
-from sim.units import FEW, percent, seconds, seconds_between, size
+from sim.base.errors import InputError, none_of
+from sim.base.units import FEW, percent, seconds, seconds_between, size
+from sim.diagnose.profiled import read_traces
+from sim.diagnose.traced import Traced
 
 _COUNTS = ("gpus", "nodes", "ulysses_degree", "ring_degree", "dp_degree", "batch")
 _SHOWN = 6

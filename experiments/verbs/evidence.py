@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from experiments.evidence.cases import Case, HostFigures, fit_cases
-from experiments.evidence.coverage import REGIME_HEADS, StepSet, encoded, learned_from, regime_rows
-from experiments.evidence.executed_cases import executed_cases, own_schedules
+from experiments.evidence.executed.executed_cases import executed_cases, own_schedules
+from experiments.evidence.executed.record import Record
 from experiments.evidence.headlines import headlines, steps_on
-from experiments.evidence.host_fit import host_figures
 from experiments.evidence.kept import Kept
-from experiments.evidence.lab import LabRecord
-from experiments.evidence.memory_cases import memory_cases, memory_tables, predicted_memory
-from experiments.evidence.provenance import command_line
-from experiments.evidence.published import (
+from experiments.evidence.links.lab import LabRecord
+from experiments.evidence.papers.cases import Case, HostFigures, fit_cases
+from experiments.evidence.papers.coverage import REGIME_HEADS, StepSet, encoded, learned_from, regime_rows
+from experiments.evidence.papers.host_fit import host_figures
+from experiments.evidence.papers.memory_cases import memory_cases, memory_tables, predicted_memory
+from experiments.evidence.papers.published import (
     HEADS,
     CasePrediction,
     Evidence,
@@ -29,13 +29,13 @@ from experiments.evidence.published import (
     provenance,
     read_all,
 )
-from experiments.evidence.record import Record
+from experiments.evidence.provenance import command_line
 from experiments.pages.chapter import chapter, on_front_page
-from sim.engine.learned import Learned, shipped
-from sim.errors import InputError
-from sim.files import Output
-from sim.presets import preset_names
-from sim.profile import load_profile
+from sim.base.errors import InputError
+from sim.base.files import Output
+from sim.base.presets import preset_names
+from sim.engine.intervals.learned import Learned, shipped
+from sim.words.profile import load_profile
 
 
 class ChapterFiles(NamedTuple):
@@ -78,7 +78,7 @@ def write_chapter(
     """Write what case files, records and labs say, and print how many steps are in their intervals; ``profiles``: with
     how well points of those that ship predict each other.
     """
-    from calibrate.leave_one_out import leave_one_out
+    from calibrate.held.leave_one_out import leave_one_out
 
     records = [one.record for one in kept]
     anew = [_anew(record, console) for record in records]

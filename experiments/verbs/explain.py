@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import FileSelection
-from experiments.verbs.terminal import print_json
-from sim.errors import InputError
-from sim.setup.explain import of_imported
-from sim.setup.logs import read_log
-from sim.setup.screen import BAR
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import FileSelection
+from experiments.verbs.shared.terminal import print_json
+from sim.base.errors import InputError
+from sim.explain.explain import of_imported
+from sim.explain.logs import read_log
+from sim.explain.screen import BAR
 
 _COLOURS = {
     "S": "cyan", "O": "magenta", "P": "green", "G": "yellow", "A": "blue", "C": "red", "T": "white", "X": "white",

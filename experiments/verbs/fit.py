@@ -12,22 +12,22 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.peaks import PEAK, beside, spec_of
+from experiments.pages.drawn.render import PAGE_FILE
 from experiments.pages.ladder_page import page
-from experiments.pages.render import PAGE_FILE
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import COUNTS, FileSelection, StepSelection, listed, require_names
-from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed
-from experiments.verbs.writes import Writes
-from sim.errors import InputError, unknown
-from sim.files import require_outputs
-from sim.memory import TERMS
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import COUNTS, FileSelection, StepSelection, listed, require_names
+from experiments.verbs.shared.terminal import answered, print_json, progress, tell, tell_assumed
+from experiments.verbs.shared.writes import Writes
+from sim.accounts.memory import TERMS
+from sim.base.errors import InputError, unknown
+from sim.base.files import require_outputs
+from sim.base.units import FEW, length, seconds, size
+from sim.compare.axes import values_of
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.answer import what_fits
-from sim.setup.axes import values_of
+from sim.setup.answers.answer import what_fits
 from sim.setup.names import schedule_name
 from sim.setup.stacks import STACKS, TECHNIQUES, stack_of
-from sim.units import FEW, length, seconds, size
 
 ROWS = ("zigzag", "ulysses", "usp", "upipe")
 """Of ``fit`` where none is named: one of each family, beside all stacks."""

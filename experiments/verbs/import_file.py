@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.verbs.cli import with_flags
-from experiments.verbs.selection import FileSelection
-from experiments.verbs.terminal import print_json
-from sim.errors import InputError
+from experiments.verbs.shared.selection import FileSelection
+from experiments.verbs.shared.terminal import print_json
+from sim.base.errors import InputError
 from sim.setup.imports.facts import Row
 from sim.setup.spelled import command_of, fields_of, python_of
 

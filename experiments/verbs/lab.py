@@ -17,7 +17,7 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import longstep
-from experiments.evidence.lab import (
+from experiments.evidence.links.lab import (
     FAULTS,
     LAB_FILE,
     MBIT,
@@ -29,22 +29,22 @@ from experiments.evidence.lab import (
     require_networks,
     save_lab,
 )
-from experiments.evidence.lab_sweep import LabSweep, measured_lab
-from experiments.evidence.lab_verdict import LAB_HEADS, lab_lines, lab_row
+from experiments.evidence.links.lab_sweep import LabSweep, measured_lab
+from experiments.evidence.links.lab_verdict import LAB_HEADS, lab_lines, lab_row
 from experiments.evidence.machine import require_torch
 from experiments.evidence.provenance import command_line
+from experiments.pages.drawn.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.lab_page import figure, page
-from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import listed, typed_schedules
-from experiments.verbs.terminal import print_json
-from experiments.verbs.writes import Writes
-from sim.errors import InputError, LongstepError
-from sim.files import Output, require_outputs
-from sim.profile import PROFILE_FILE, Profile, encode_profile, load_profile, profile_names
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import listed, typed_schedules
+from experiments.verbs.shared.terminal import print_json
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError, LongstepError
+from sim.base.files import Output, require_outputs
 from sim.setup.machine import require_same_host
 from sim.setup.names import CLUSTER_HERE, MODEL_HERE, at_least_one, one_of
+from sim.words.profile import PROFILE_FILE, Profile, encode_profile, load_profile, profile_names
 from topology.cluster import Cluster, load_cluster
 from topology.lab import lab_spec
 

@@ -8,14 +8,14 @@ import subprocess
 
 from rich.console import Console
 
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.writes import Writes
-from sim.errors import InputError
-from sim.files import Kind, marked, require_outputs
-from sim.presets import read_bytes
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError
+from sim.base.files import Kind, marked, require_outputs
+from sim.base.presets import read_bytes
+from topology.detect.machine import MARK, machine
+from topology.detect.tools import QUERY, read_gpus, read_rdma, read_topology
 from topology.host import host_facts
-from topology.machine import MARK, machine
-from topology.tools import QUERY, read_gpus, read_rdma, read_topology
 
 _TOPO = ("nvidia-smi", "topo", "-m")
 _GPUS = ("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv")

@@ -14,19 +14,19 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
-from experiments.verbs.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
-from experiments.verbs.quantities import read_bytes, read_count, read_prices, read_seconds
-from experiments.verbs.selection import StepSelection, listed
-from experiments.verbs.terminal import Ticker, print_json, printable, tell, tell_assumed
-from sim.errors import InputError
-from sim.setup.answer_plan import interval_of, step_of
-from sim.setup.branches import Played
+from experiments.verbs.shared.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.quantities import read_bytes, read_count, read_prices, read_seconds
+from experiments.verbs.shared.selection import StepSelection, listed
+from experiments.verbs.shared.terminal import Ticker, print_json, printable, tell, tell_assumed
+from sim.base.errors import InputError
+from sim.base.units import FEW, length, number, seconds, size
+from sim.plan.answer import Plan as Found
+from sim.plan.answer import interval_of, step_of
+from sim.plan.planned_batch import with_batch
+from sim.plan.search.branches import Played
+from sim.plan.search.search import Progress
+from sim.plan.search.space import OPTIONS
 from sim.setup.global_batch import told as batch_told
-from sim.setup.plan import Plan as Found
-from sim.setup.planned_batch import with_batch
-from sim.setup.search import Progress
-from sim.setup.space import OPTIONS
-from sim.units import FEW, length, number, seconds, size
 
 _LONGER = "--limit SECONDS searches longer"
 

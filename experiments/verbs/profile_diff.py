@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from sim.files import write_whole
-from sim.profile import Profile
-from sim.units import seconds
+from sim.base.files import write_whole
+from sim.base.units import seconds
+from sim.words.profile import Profile
 
 _WIDTH = 200
 """Columns of the tables in a file."""
@@ -18,8 +18,8 @@ _WIDTH = 200
 
 def show_profile_diff(profile: Profile, other: Profile, console: Console) -> None:
     """Print how the points of ``profile`` compare with what ``other`` predicts of them."""
-    from calibrate.points import measured_s
-    from calibrate.profile_diff import profile_diff
+    from calibrate.held.points import measured_s
+    from calibrate.held.profile_diff import profile_diff
 
     found = profile_diff(profile, other)
     console.print(f"points of {_named(profile)}, predicted by {_named(other)}: predicted / measured time", markup=False)

@@ -10,12 +10,12 @@ import tyro
 from rich.console import Console
 
 from experiments.evidence.results import read_result
-from experiments.pages.render import PAGE_FILE
-from experiments.pages.report_page import page, plotly_js
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.writes import Writes
-from sim.errors import InputError
-from sim.files import require_outputs
+from experiments.pages.drawn.render import PAGE_FILE
+from experiments.pages.report.report_page import page, plotly_js
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError
+from sim.base.files import require_outputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

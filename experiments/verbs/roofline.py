@@ -11,15 +11,15 @@ from rich.table import Table
 
 import longstep
 from experiments.evidence.provenance import note_lines
-from experiments.pages.render import PAGE_FILE
+from experiments.pages.drawn.render import PAGE_FILE
 from experiments.pages.roofline_page import kernel_name, page
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import listed
-from experiments.verbs.terminal import print_json, tell, tell_assumed
-from experiments.verbs.writes import Writes
-from sim.files import require_outputs
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import listed
+from experiments.verbs.shared.terminal import print_json, tell, tell_assumed
+from experiments.verbs.shared.writes import Writes
+from sim.base.files import require_outputs
+from sim.base.units import length, percent, rate, seconds
 from sim.setup.names import CLUSTER, MODEL
-from sim.units import length, percent, rate, seconds
 
 LENGTHS = "8K,128K,1M"
 

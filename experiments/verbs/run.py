@@ -12,17 +12,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.evidence.execution import Execution, attention_ran, measured_steps, median_step, open_session
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import parts_line, print_json
-from experiments.verbs.writes import Writes
-from sim.breakdown import breakdown, critical_rank
-from sim.errors import RankError
-from sim.files import require_outputs
+from experiments.evidence.executed.execution import Execution, attention_ran, measured_steps, median_step, open_session
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import Selection
+from experiments.verbs.shared.terminal import parts_line, print_json
+from experiments.verbs.shared.writes import Writes
+from sim.accounts.breakdown import breakdown, critical_rank
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.errors import RankError
+from sim.base.files import require_outputs
+from sim.base.units import seconds, size
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
-from sim.units import seconds, size
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

@@ -12,9 +12,9 @@ from types import FrameType
 
 from rich.console import Console
 
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.terminal import Ticker
-from sim.errors import InputError
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.terminal import Ticker
+from sim.base.errors import InputError
 
 NEEDS_STARLETTE = "serve needs the packages starlette and uvicorn: pip install 'longstep[serve]'"
 HOST = "127.0.0.1"
@@ -47,7 +47,7 @@ def serve(command: Serve, console: Console) -> None:
         if error.name not in {"starlette", "uvicorn"}:
             raise
         raise InputError(NEEDS_STARLETTE) from None
-    from experiments.pages.report_page import plotly_js
+    from experiments.pages.report.report_page import plotly_js
 
     plotly_js()
     with socket.socket() as listening:

@@ -10,14 +10,14 @@ from rich.table import Table
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside
 from experiments.verbs.cli import with_flags
-from experiments.verbs.selection import Selection
-from experiments.verbs.terminal import fits
-from sim.engine.report import Report
-from sim.errors import InputError
-from sim.setup.answer import degrees, interval, sentence, step_time
+from experiments.verbs.shared.selection import Selection
+from experiments.verbs.shared.terminal import fits
+from sim.base.errors import InputError
+from sim.base.units import FEW, length, number, size
+from sim.engine.results.report import Report
+from sim.setup.answers.answer import degrees, interval, sentence, step_time
+from sim.setup.answers.places import best, is_choice, place_of, shown, token_s, won
 from sim.setup.names import schedule_name, scope_title, tokens
-from sim.setup.places import best, is_choice, place_of, shown, token_s, won
-from sim.units import FEW, length, number, size
 
 
 class Asked(NamedTuple):

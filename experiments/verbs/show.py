@@ -12,25 +12,25 @@ from rich.table import Table
 
 import longstep
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalText
-from experiments.verbs.selection import Selection
-from experiments.verbs.writes import Writes
-from sim.errors import InputError, ScheduleError
-from sim.files import Kind, decoded_by, marked, require_outputs
-from sim.presets import preset_names
-from sim.profile import load_profile, profile_names
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.selection import Selection
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError, ScheduleError
+from sim.base.files import Kind, decoded_by, marked, require_outputs
+from sim.base.presets import preset_names
+from sim.base.units import rate
 from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.names import one_of, text_of
 from sim.setup.stacks import STACKS
 from sim.software.software import load_software, software_names
-from sim.units import rate
-from sim.workload import load_model
+from sim.words.profile import load_profile, profile_names
+from sim.words.workload import load_model
 from topology.cluster import load_cluster
 
 if TYPE_CHECKING:
-    from topology.shape import Shape
+    from topology.fabric.shape import Shape
 
 KINDS = ("models", "clusters", "schedules", "software", "stacks", "profiles")
 FORMATS = ("grid", "json", "dot", "fabric")
@@ -114,8 +114,8 @@ def show(command: Show, console: Console) -> None:
 
 def _show_fabric(command: Show, console: Console) -> None:
     """Print what joins the nodes of a cluster in words, or draw it, and what is in a single node."""
+    from experiments.pages.drawn.render import FIGURE_FILE
     from experiments.pages.fabric_page import figure  # which draws nothing for others
-    from experiments.pages.render import FIGURE_FILE
 
     if command.ranks:
         raise InputError("`ranks` are of a schedule; leave them out with `format` fabric")

@@ -11,11 +11,11 @@ from rich.console import Console
 import longstep
 from experiments.evidence.peaks import beside, spec_of
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.memory import print_memory
-from experiments.verbs.selection import FileSelection
 from experiments.verbs.several import Asked, answer, decisive, json_rows, played, require_any, rows_table, set_up
-from experiments.verbs.terminal import (
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.memory import print_memory
+from experiments.verbs.shared.selection import FileSelection
+from experiments.verbs.shared.terminal import (
     answered,
     critical_path_shown,
     elasticities_table,
@@ -30,12 +30,12 @@ from experiments.verbs.terminal import (
     tell_padded,
     ties,
 )
-from experiments.verbs.writes import Writes
-from sim.errors import InputError
-from sim.files import require_outputs
-from sim.setup.answer import grounds
+from experiments.verbs.shared.writes import Writes
+from sim.accounts.trace import CHROME_TRACE
+from sim.base.errors import InputError
+from sim.base.files import require_outputs
+from sim.setup.answers.answer import grounds
 from sim.setup.prediction import write_trace
-from sim.trace import CHROME_TRACE
 
 _PRICES_S = 20.0
 """What the price of memory may take; steps of very many chunks and GPUs take longer."""

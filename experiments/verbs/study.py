@@ -10,17 +10,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.pages.figures import figure
-from experiments.pages.render import FIGURE_FILE, PAGE_FILE
+from experiments.pages.drawn.figures import figure
+from experiments.pages.drawn.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.study_page import CHAPTER_FILE, chapter, page, said, section, with_claims, with_section
 from experiments.studies import claims
 from experiments.studies import study as studies
-from experiments.verbs.kinds import OptionalInt, OptionalText
-from experiments.verbs.terminal import Ticker, print_json
-from experiments.verbs.writes import Writes
-from sim.errors import InputError, none_of
-from sim.files import Output, require_outputs
-from sim.presets import read_bytes
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText
+from experiments.verbs.shared.terminal import Ticker, print_json
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError, none_of
+from sim.base.files import Output, require_outputs
+from sim.base.presets import read_bytes
 
 _WORDS = ("list", "claims", "all")
 """What may stand in place of a name."""

@@ -18,17 +18,17 @@ import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
 from experiments.evidence.provenance import SWEEP_MARK
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalInt, OptionalText, Texts
-from experiments.verbs.selection import StepSelection, listed, require_names, typed_schedule, typed_values
-from experiments.verbs.terminal import print_json, progress, tell_assumed, tell_basis
-from experiments.verbs.writes import Writes
-from sim.errors import InputError
-from sim.files import Kind, require_outputs
-from sim.setup.axes import axes_of, changed, combinations, field_of
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
+from experiments.verbs.shared.selection import StepSelection, listed, require_names, typed_schedule, typed_values
+from experiments.verbs.shared.terminal import print_json, progress, tell_assumed, tell_basis
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError
+from sim.base.files import Kind, require_outputs
+from sim.base.units import FEW, digits_within, number, seconds, seconds_between, size
+from sim.compare.axes import axes_of, changed, combinations, field_of
+from sim.compare.portions import COLUMNS
+from sim.setup.answers.places import best, shown, won
 from sim.setup.names import schedule_name
-from sim.setup.places import best, shown, won
-from sim.setup.portions import COLUMNS
-from sim.units import FEW, digits_within, number, seconds, seconds_between, size
 
 _SHOWN = 40
 """Rows of the table; the file has all."""

@@ -17,20 +17,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.evidence.cells import Cell, Repeated, compared
-from experiments.evidence.comparison import Comparison
-from experiments.evidence.coverage import STEP_ERRORS_FILE
-from experiments.evidence.executed_cases import (
+from experiments.evidence.executed.cells import Cell, Repeated, compared
+from experiments.evidence.executed.comparison import Comparison
+from experiments.evidence.executed.executed_cases import (
     CASES_FILE,
     common_fields,
     own_profile,
     require_portable,
     save_cases,
 )
-from experiments.evidence.execution import Execution
-from experiments.evidence.lab import kept_labs
-from experiments.evidence.published import case_rows
-from experiments.evidence.record import (
+from experiments.evidence.executed.execution import Execution
+from experiments.evidence.executed.record import (
     RECORD_FILE,
     Judged,
     Record,
@@ -43,22 +40,25 @@ from experiments.evidence.record import (
     save_record,
     summary,
 )
+from experiments.evidence.links.lab import kept_labs
+from experiments.evidence.papers.coverage import STEP_ERRORS_FILE
+from experiments.evidence.papers.published import case_rows
 from experiments.pages.chapter import CHAPTER_FILE, FRONT_PAGE, on_front_page
+from experiments.pages.drawn.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.evidence_page import page as evidence_page
-from experiments.pages.render import FIGURE_FILE, PAGE_FILE
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
-from experiments.verbs.cells import CellSelection, cells_of, playable
 from experiments.verbs.cli import with_flags
 from experiments.verbs.evidence import ChapterFiles, progress_bar, show_cases, write_chapter
-from experiments.verbs.kinds import OptionalFloat, OptionalText, Texts
-from experiments.verbs.terminal import print_json
-from experiments.verbs.writes import Writes
-from sim.errors import InputError, LongstepError
-from sim.files import Output, require_outputs
-from sim.presets import read_bytes
-from sim.profile import profile_names
-from sim.units import percent, seconds, size
+from experiments.verbs.shared.cells import CellSelection, cells_of, playable
+from experiments.verbs.shared.kinds import OptionalFloat, OptionalText, Texts
+from experiments.verbs.shared.terminal import print_json
+from experiments.verbs.shared.writes import Writes
+from sim.base.errors import InputError, LongstepError
+from sim.base.files import Output, require_outputs
+from sim.base.presets import read_bytes
+from sim.base.units import percent, seconds, size
+from sim.words.profile import profile_names
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers

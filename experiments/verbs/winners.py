@@ -12,12 +12,12 @@ from rich.table import Table
 
 import longstep
 from experiments.verbs.cli import with_flags
-from experiments.verbs.kinds import OptionalInt, OptionalText
-from experiments.verbs.selection import StepSelection, require_names, typed_schedule, typed_values
-from experiments.verbs.terminal import answered, print_json, progress, tell, tell_assumed, tell_padded
-from sim.errors import InputError
-from sim.setup.axes import field_of
-from sim.units import length
+from experiments.verbs.shared.kinds import OptionalInt, OptionalText
+from experiments.verbs.shared.selection import StepSelection, require_names, typed_schedule, typed_values
+from experiments.verbs.shared.terminal import answered, print_json, progress, tell, tell_assumed, tell_padded
+from sim.base.errors import InputError
+from sim.base.units import length
+from sim.compare.axes import field_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,10 @@ from typing import NamedTuple, assert_never
 import numpy as np
 import torch
 
-from runtime.execution.attention_choice import attention_kernel, needs_windows
 from runtime.execution.groups import Groups, start_together
 from runtime.execution.inputs import fill_inputs
-from runtime.execution.kernels import host_copy, run_kernel
+from runtime.execution.ops.attention_choice import attention_kernel, needs_windows
+from runtime.execution.ops.kernels import host_copy, run_kernel
 from runtime.execution.streams import Event, Streams, open_streams
 from runtime.execution.tensors import (
     TORCH_DTYPE,
@@ -26,7 +26,8 @@ from runtime.execution.tensors import (
     watch_allocations,
 )
 from runtime.execution.verify import Outputs
-from sim.memory import lifetimes, walk
+from sim.accounts.memory import lifetimes, walk
+from sim.accounts.trace import Times
 from sim.schedule.ir.ops import (
     Attend,
     AttendBackward,
@@ -39,7 +40,6 @@ from sim.schedule.ir.ops import (
     Kernel,
 )
 from sim.schedule.proof.check import RankSchedule
-from sim.trace import Times
 
 ISSUE_S = 200e-6
 """What issuing an op takes a slow host."""

@@ -17,13 +17,13 @@ import torch
 
 from runtime.execution.reference import adamw, attention, layers, linear_attention, step
 from runtime.execution.tensors import TORCH_DTYPE, Storage
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import NO_LABEL
-from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import BIASES
 from sim.schedule.model.scope import ADAPTERS, tensor_of, together, trained, units, updated
-from sim.workload import Workload
+from sim.words.workload import Workload
 
 _BLOCK = 64
 """Tokens that are drawn from one seed."""

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from sim.optimiser import ADAM
-from sim.patterns import AttentionSink, CausalBlockwise, Pattern
 from sim.schedule.ir.masks import CAUSAL, Band, BlockSparse, Documents, Mask
 from sim.schedule.ir.ops import NO_LABEL
-from sim.workload import ModelSpec
+from sim.words.optimiser import ADAM
+from sim.words.patterns import AttentionSink, CausalBlockwise, Pattern
+from sim.words.workload import ModelSpec
 
 Tensor = torch.Tensor
 

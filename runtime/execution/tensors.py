@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from sim.errors import InputError
-from sim.memory import Lifetime
+from sim.accounts.memory import Lifetime
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, View
-from sim.workload import Dtype
+from sim.words.workload import Dtype
 
 TORCH_DTYPE: dict[Dtype, torch.dtype] = {
     "fp64": torch.float64,

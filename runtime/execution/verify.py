@@ -7,11 +7,11 @@ import torch
 
 from runtime.execution.inputs import reference, shard_of
 from runtime.execution.reference import relative_error
-from sim.errors import InputError
-from sim.schedule.ir.program import Port
+from sim.base.errors import InputError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.model.scope import tensor_of
 from sim.schedule.proof.check import Checked
-from sim.workload import Dtype, Scope, Workload
+from sim.words.workload import Dtype, Scope, Workload
 
 MAX_SEQ: dict[Scope, int] = {"attention": 32768, "layer": 2048, "step": 2048}
 """Longest sequence to verify: the reference writes out all scores of a head, or (autograd) of all heads and layers."""

@@ -12,12 +12,12 @@ from typing import assert_never
 
 import torch
 
-from runtime.execution.attention_choice import attention_kernel, needs_windows
 from runtime.execution.inputs import fill_inputs
-from runtime.execution.kernels import host_copy, run_kernel
+from runtime.execution.ops.attention_choice import attention_kernel, needs_windows
+from runtime.execution.ops.kernels import host_copy, run_kernel
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.execution.verify import Outputs
-from sim.errors import InputError, ScheduleError
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.matching import Key, describe
 from sim.schedule.ir.ops import (
     Attend,

@@ -14,7 +14,7 @@ import msgspec
 from runtime.lab.keeper import Answer
 from runtime.lab.network import Network, Wire
 from runtime.processes.fork_server import deaf
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 _GRACE_S = 5.0
 _SMALLEST = Network(

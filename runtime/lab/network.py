@@ -10,7 +10,7 @@ from itertools import product
 
 import msgspec
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 
 MOST_RANKS = 16
 """As many as a calibration starts: all share the cores of this machine."""

@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sim.errors import RankError
+from sim.base.errors import RankError
 
 _PRELOADED = ("runtime.run",)
 """What all ranks run. Loading it must neither start threads nor initialise CUDA, which no fork survives."""

@@ -19,7 +19,7 @@ from runtime.processes.fork_server import deaf, fork_server
 from runtime.processes.process import GRACE_S, LocalRank
 from runtime.processes.rank import Job, Rendezvous, Seat
 from runtime.processes.torchrun import RemoteRank, Workers
-from sim.errors import InputError, RankError
+from sim.base.errors import InputError, RankError
 
 TIMEOUT_S = 120.0
 """Longest time that a rank may take for one op, and at least allowed for joining, before the run is ended."""

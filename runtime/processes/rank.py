@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from runtime.lab.keeper import LINK
 from runtime.lab.namespaces import enter
-from sim.errors import LongstepError
+from sim.base.errors import LongstepError
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What carries communication, by the kind of device that ranks compute on."""

@@ -28,7 +28,7 @@ from typing import Any, Self
 from runtime.processes.process import GRACE_S, LocalRank, how_ended
 from runtime.processes.rank import Answer, Job, Rendezvous, Seat, Seen
 from runtime.processes.worker import KEY, Ended, Farewell, Kill, World, serve_command, torchruns_store
-from sim.errors import InputError, RankError
+from sim.base.errors import InputError, RankError
 
 
 def under_torchrun(command: Callable[[Workers], None]) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from runtime.processes.fork_server import fork_server
 from runtime.processes.process import LocalRank
 from runtime.processes.rank import Job, Seat
-from sim.errors import RankError
+from sim.base.errors import RankError
 
 _REPORT_S = 0.05
 """How often a worker says how far its rank is."""

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.errors import InputError
-from sim.patterns import Pattern
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import CAUSAL, Band, Rectangle, Span, kept_in
+from sim.words.patterns import Pattern
 
 MOST_TOKENS = 1 << 31
 """Of all documents of a batch: then the pairs of tokens can be counted in 64 bits, whatever the mask."""

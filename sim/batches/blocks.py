@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sim.base.errors import InputError
 from sim.batches.batch import Batch
 from sim.batches.counting import Ints, counts
-from sim.errors import InputError
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.plan import Plan, Task
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from sim.base.errors import ScheduleError
 from sim.batches.batch import Batch
 from sim.batches.counting import counts, table
-from sim.errors import ScheduleError
 from sim.schedule.ir.masks import Span, count_pairs
 from sim.schedule.ir.plan import Plan, Task
 

@@ -9,9 +9,9 @@ from pathlib import PurePath
 
 import msgspec
 
+from sim.base.errors import InputError, none_of
+from sim.base.presets import read_bytes
 from sim.batches.batch import require_lengths
-from sim.errors import InputError, none_of
-from sim.presets import read_bytes
 
 _WHOLE = re.compile("-?[0-9]{1,99}")
 """A whole number, of digits that every reader of lengths takes."""

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.errors import InputError
-from sim.presets import load_toml
+from sim.base.errors import InputError
+from sim.base.presets import load_toml
 
 Sample = Callable[[np.random.Generator, int], NDArray[np.int64]]
 """Draws so many lengths, each 1 or more."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sim.base.errors import InputError
 from sim.batches.batch import require_lengths
 from sim.batches.statistics import max_over_mean
-from sim.errors import InputError
 
 Work = Callable[[int], float]
 """Of one document of so many tokens."""

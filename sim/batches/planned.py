@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from sim.errors import InputError
-from sim.garbage import garbage_collection_off
+from sim.base.errors import InputError
+from sim.base.garbage import garbage_collection_off
 from sim.schedule.ir.plan import Plan
 
 Transport = Literal["blocks", "all-gather", "ring"]

@@ -1,4 +1,4 @@
-/* Plays a schedule from flat arrays: the events of sim/engine/simulate.py and network.py, in their order, with their
+/* Plays a schedule from flat arrays: the events of sim/engine/play/simulate.py and network.py, in their order, with their
  * floating-point operations in their order, so that all times are equal to the last bit. What is given is never written
  * to, and what changes lies in State, so any number of threads may play one schedule at once.
  *

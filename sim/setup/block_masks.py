@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import random
 
-from sim.errors import InputError
-from sim.presets import load_toml
-from sim.workload import BlockMask, parse_length
+from sim.base.errors import InputError
+from sim.base.presets import load_toml
+from sim.words.workload import BlockMask, parse_length
 
 _WHERE = "`block_mask`"
 _FORMS = "topk:SIZE:K, lambda:SIZE:FIRST:LAST or FILE.toml"

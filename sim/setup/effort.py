@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sim.errors import TooLargeError
-from sim.garbage import garbage_collection_off
-from sim.mesh import Mesh
+from sim.base.errors import TooLargeError
+from sim.base.garbage import garbage_collection_off
 from sim.schedule.ir.ops import Collective, Exchange
 from sim.schedule.methods.catalog import NAMED, Entry
 from sim.schedule.methods.hints import Hints
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 
 MOST_S = 20.0
 """Seconds of one core that are spent without asking."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.setup import names
 from sim.setup.names import Overrides
 from topology.cluster import Cluster
-from topology.shape import Shape, shape
+from topology.fabric.shape import Shape, shape
 from topology.specs import ClusterSpec
 
 

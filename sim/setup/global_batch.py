@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 
-from sim.errors import InputError
+from sim.base.errors import InputError
+from sim.base.units import length
 from sim.setup.names import at_least_one
-from sim.units import length
-from sim.workload import MOST_SEQUENCES, parse_length
+from sim.words.workload import MOST_SEQUENCES, parse_length
 
 ANY = "any"
 """What leaves it open: a plan then chooses how many replicas there are, each with ``batch`` sequences."""

@@ -8,19 +8,19 @@ from typing import Any, get_args
 
 import msgspec
 
-from sim.engine.cost import measured_cluster
-from sim.engine.jitter import KERNELS, Jitter, require_seeds
-from sim.engine.simulate import Engine
-from sim.errors import InputError, unknown
-from sim.options import AttentionName
-from sim.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
+from sim.base.errors import InputError, unknown
+from sim.engine.costs.cost import measured_cluster
+from sim.engine.play.jitter import KERNELS, Jitter, require_seeds
+from sim.engine.play.simulate import Engine
 from sim.setup import names
 from sim.setup.names import one_of
 from sim.software import kernels
 from sim.software.attention import kernels_of, named
 from sim.software.host import updating
 from sim.software.software import Kernels, Software
-from sim.workload import Scope
+from sim.words.options import AttentionName
+from sim.words.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
+from sim.words.workload import Scope
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sim.errors import InputError, unknown
-from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
+from sim.base.errors import InputError, unknown
 from sim.schedule.ir.masks import Band, band_of
-from sim.workload import MaskName, parse_length
+from sim.words.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
+from sim.words.workload import MaskName, parse_length
 
 _WHERE = "`mask`"
 

@@ -13,18 +13,18 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 
+from sim.base.errors import InputError, unknown
+from sim.base.presets import override, preset_names
 from sim.batches.batch import require_lengths
 from sim.batches.files import typed_lengths
-from sim.errors import InputError, unknown
-from sim.mesh import AXES, Axis, Mesh
-from sim.presets import override, preset_names
-from sim.profile import Profile, load_profile, profile_names
 from sim.schedule.methods.catalog import NAMED, Build, Entry
 from sim.setup.block_masks import block_mask_of
 from sim.setup.masks import Kept, kept_of
 from sim.setup.stacks import STACKS
 from sim.software.software import software_names
-from sim.workload import FLOATS, BlockMask, ModelSpec, Pass, Scope, Workload, load_model, parse_length
+from sim.words.mesh import AXES, Axis, Mesh
+from sim.words.profile import Profile, load_profile, profile_names
+from sim.words.workload import FLOATS, BlockMask, ModelSpec, Pass, Scope, Workload, load_model, parse_length
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 

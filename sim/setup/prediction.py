@@ -5,46 +5,40 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from sim.engine.critical import Span, critical_path
-from sim.engine.difference import Ratio, difference
-from sim.engine.interval import Interval
-from sim.engine.report import Report, report
-from sim.engine.room import Room
-from sim.engine.sensitivity import elasticities
-from sim.engine.simulate import Simulation
-from sim.engine.simulate import simulate as simulated
-from sim.errors import InputError, LongstepError, none_of
-from sim.files import Output
-from sim.garbage import garbage_collection_off
-from sim.memory import counters
-from sim.mesh import Mesh
-from sim.profile import Profile
+from sim.accounts.memory import counters
+from sim.accounts.trace import CHROME_TRACE, Trace, to_chrome
+from sim.base.errors import InputError, LongstepError, none_of
+from sim.base.files import Output
+from sim.base.garbage import garbage_collection_off
+from sim.engine.play.simulate import Simulation
+from sim.engine.play.simulate import simulate as simulated
+from sim.engine.results.sensitivity import elasticities
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
+from sim.setup.answers.answer import as_html, rests_on, sentence
+from sim.setup.answers.charts import charts_of_step
+from sim.setup.answers.figures import as_rows, figures_shown
+from sim.setup.answers.table import Table
 from sim.setup.effort import Asked, require_small
 from sim.setup.machine import engine_of, equipped, jitter_of, rated
 from sim.setup.names import at_least_one
-from sim.setup.stacks import techniques_on
-from sim.setup.unnamed_software import Slowest, slowest, widened
-from sim.trace import CHROME_TRACE, Trace, to_chrome
-from sim.workload import Workload
+from sim.setup.played import PlayedStep
+from sim.words.mesh import Mesh
+from sim.words.profile import Profile
+from sim.words.workload import Workload
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 
-if TYPE_CHECKING:
-    from sim.setup.table import Table
 
-
-class Prediction:
+class Prediction(PlayedStep):
     """One simulated step of a schedule on a cluster. What it says is computed when first asked for, and kept.
 
     >>> from sim.setup.setup import predict
@@ -54,110 +48,8 @@ class Prediction:
     """
 
     def __init__(self, simulation: Simulation, schedule: str, title: str, again: Callable[..., Prediction]) -> None:
-        self.simulation = simulation
-        """The trace, and all that it was made from."""
-        self.schedule = schedule
-        """As it was named."""
-        self.title = title
-        """One line that says what was simulated."""
+        super().__init__(simulation, schedule, title)
         self._again = again
-
-    @property
-    def checked(self) -> Checked:
-        """The schedule, proved."""
-        return self.simulation.checked
-
-    @property
-    def played(self) -> Checked:
-        """What of it was played: of equal data-parallel replicas one."""
-        return self.simulation.fold.checked
-
-    @property
-    def cluster(self) -> Cluster:
-        """What it was played on."""
-        return self.simulation.cluster
-
-    @property
-    def profile(self) -> Profile | None:
-        """What its costs were measured in; None at the rates of datasheets."""
-        return self.simulation.profile
-
-    @property
-    def trace(self) -> Trace:
-        """When every op was posted, begun and ended."""
-        return self.simulation.trace
-
-    @property
-    def step_time_s(self) -> float:
-        """Seconds from the start of the first rank to the end of the last."""
-        return self.trace.step_time_s
-
-    @cached_property
-    def interval(self) -> Interval | None:
-        """The 90 % interval of the step time, which takes three more simulations; None where nothing is known of how
-        far costs may be off. Where the software is not named, it reaches up to that of the slowest.
-        """
-        return widened(self.simulation, self.slowest)
-
-    @cached_property
-    def slowest(self) -> Slowest | None:
-        """The step with the slowest kernels that are used; None where the software is named, or known."""
-        return slowest(self.simulation)
-
-    def over(self, other: Prediction) -> Ratio | None:
-        """Return how many times as long it takes as another prediction, with the 90 % interval of the ratio, which is
-        narrower than those of both, since they rest on the same costs; None where nothing is known of how far these are
-        off. Takes two simulations of each.
-
-        >>> from sim.setup.setup import predict
-        >>> p = predict("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=1)
-        >>> ratio = p.replace(schedule="ring").over(p)
-        >>> ratio.expected > 1, ratio.tied
-        (True, False)
-        """
-        return difference(self.simulation, other.simulation)
-
-    @cached_property
-    def figures(self) -> Report:
-        """All figures but the interval, which would take longer."""
-        return report(self.simulation)
-
-    @cached_property
-    def report(self) -> Report:
-        """All figures."""
-        return msgspec.structs.replace(self.figures, interval_s=self.interval)
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether the memory is enough for a training step; None where it is at the limit. Below that scope False if
-        buffers alone exceed the memory, and else None, not known.
-        """
-        return self.figures.fits
-
-    @property
-    def room(self) -> Room | None:
-        """The memory of a training step by its terms, and what is left; None below that scope."""
-        return self.figures.room
-
-    @property
-    def techniques(self) -> list[str]:
-        """What saves memory in this training step, with the options that switch it on; below that scope nothing."""
-        header = self.checked.schedule.header
-        rank = header.workload.model.lora_rank
-        adapters = [f"adapters of rank {rank} alone are trained (model.lora_rank={rank})"] if rank else []
-        return [*adapters, *techniques_on(header.options)] if header.workload.scope == "step" else []
-
-    @property
-    def peak_hbm_bytes(self) -> int:
-        """Peak allocated of the rank that needs most, in bytes: see ``Report``; what is beside it is in ``room``."""
-        return self.figures.peak_hbm_bytes
-
-    @property
-    def bound_by(self) -> str:
-        """The figure of the machine whose doubling saves most: compute, hbm, a kind of link or its latency; host where
-        that is its host's time, imbalance where ranks have unequal work.
-        """
-        return self.figures.bound_by
 
     def elasticities(self) -> Table:
         """Return how the step time depends on every figure of the machine, the largest first, from one simulation.
@@ -171,20 +63,7 @@ class Prediction:
         >>> row["figure"], round(row["elasticity"], 1), row["bound_changes_nearby"]
         ('compute', -1.0, False)
         """
-        from sim.setup.table import Table  # noqa: PLC0415 - tables are made of predictions
-
         return Table([row._asdict() for row in elasticities(self.simulation)])
-
-    def critical_path(self) -> list[Span]:
-        """Return what the step's end waited for, back to its start: spans without gaps, in the order of time.
-
-        >>> from sim.setup.setup import predict
-        >>> p = predict("ulysses", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=1)
-        >>> spans = p.critical_path()
-        >>> spans[0].begin_s, spans[-1].end_s == p.step_time_s, spans[-1].on
-        (0.0, True, 'hbm')
-        """
-        return critical_path(self.simulation)
 
     def replace(self, **changes: Any) -> Prediction:
         """Return the prediction with other arguments of ``predict`` (or ``simulate``): a what-if.
@@ -199,15 +78,11 @@ class Prediction:
     @property
     def answer(self) -> str:
         """What it says in one sentence: the time of a step with its interval, tokens/s/GPU, and whether it fits."""
-        from sim.setup.answer import sentence  # noqa: PLC0415 - answers are made of predictions
-
         return sentence([self])
 
     @property
     def rests_on(self) -> list[str]:
         """What that rests on, in three lines at most; all of it is in ``report.evidence``."""
-        from sim.setup.answer import rests_on  # noqa: PLC0415 - see answer
-
         return rests_on(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,9 +101,6 @@ class Prediction:
         return "\n".join([self.answer, f"  {self.title}", *(f"  {line}" for line in self.rests_on)])
 
     def _repr_html_(self) -> str:
-        from sim.setup.answer import as_html  # noqa: PLC0415 - see answer
-        from sim.setup.charts_shown import charts_of_step  # noqa: PLC0415 - see answer
-        from sim.setup.figures_shown import as_rows, figures_shown  # noqa: PLC0415 - see answer
 
         shown = as_rows([*figures_shown(self, self.figures), ("bound by", self.bound_by)])
         return as_html(self.answer, shown + charts_of_step(self), [self.title, *self.rests_on])

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, ge
 
 import msgspec
 
-from sim.engine.cost import CostModel
-from sim.engine.jitter import STEADY, Jitter
-from sim.engine.simulate import Engine, simulate
-from sim.errors import InputError, LengthError, unknown
-from sim.garbage import garbage_collection_off
-from sim.mesh import AXES, Mesh
-from sim.options import OF_LAYERS, OF_STEPS
-from sim.presets import override
-from sim.profile import Profile
+from sim.base.errors import InputError, LengthError, unknown
+from sim.base.garbage import garbage_collection_off
+from sim.base.presets import override
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.jitter import STEADY, Jitter
+from sim.engine.play.simulate import Engine, simulate
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build, Entry
 from sim.schedule.methods.hints import Hints
@@ -48,7 +45,10 @@ from sim.setup.names import (
 from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
 from sim.setup.stacks import stack_of
 from sim.software.software import Kernels, Software, load_software
-from sim.workload import BlockMask, ModelSpec, Workload
+from sim.words.mesh import AXES, Mesh
+from sim.words.options import OF_LAYERS, OF_STEPS
+from sim.words.profile import Profile
+from sim.words.workload import BlockMask, ModelSpec, Workload
 from topology.cluster import Cluster
 from topology.host import host_facts
 from topology.specs import ClusterSpec
@@ -100,7 +100,7 @@ class Setup:
     mask: str = "causal"
     """What each document keeps of itself: causal or full; ``window:TOKENS``, as with ``window``; or of what is causal a
     pattern: ``lambda:SINK:WINDOW``, ``blockwise:SIZE:LOCAL[:SINK]``, ``shared-question:ANSWERS:SHARE``
-    (``sim.patterns``)."""
+    (``sim.words.patterns``)."""
     window: int | str | None = None
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
     documents: str | tuple[int, ...] | None = None

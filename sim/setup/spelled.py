@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from sim.base.units import length
 from sim.setup import names
 from sim.setup.setup import Setup
-from sim.units import length
 
 _ALWAYS = ("model", "cluster", "gpus", "seq")
 """Fields that stand in a command also where they are as by default."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from sim.errors import unknown
+from sim.base.errors import unknown
 
 
 class Technique(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sim.engine.interval import Interval, interval
-from sim.engine.simulate import Simulation, simulate
+from sim.engine.intervals.interval import Interval, interval
+from sim.engine.play.simulate import Simulation, simulate
 from sim.setup.machine import kernels_on, measured_here
 from sim.software.kernels import beside_fused, running
 from sim.software.software import load_software

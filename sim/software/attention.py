@@ -8,12 +8,12 @@ from typing import TypeVar
 
 import msgspec
 
-from sim.errors import InputError
-from sim.kept import kept
-from sim.options import ChosenAttention, FusedName
-from sim.presets import load_toml
-from sim.profile import Profile, shipped_profile
+from sim.base.errors import InputError
+from sim.base.kept import kept
+from sim.base.presets import load_toml
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
+from sim.words.options import ChosenAttention, FusedName
+from sim.words.profile import Profile, shipped_profile
 
 T = TypeVar("T")
 

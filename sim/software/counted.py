@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from sim.errors import InputError, none_of
-from sim.files import Kind, marked
-from sim.presets import Name, load_toml, preset_names
+from sim.base.errors import InputError, none_of
+from sim.base.files import Kind, marked
+from sim.base.presets import Name, load_toml, preset_names
 from sim.schedule.derive.kernels import SCATTERED
 
 FOLDER = "sim/software/counted"

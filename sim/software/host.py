@@ -7,13 +7,13 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from sim.errors import InputError
-from sim.kept import kept
-from sim.options import HostOptimiserName
-from sim.presets import Name, load_toml
-from sim.profile import Profile
+from sim.base.errors import InputError
+from sim.base.kept import kept
+from sim.base.presets import Name, load_toml
 from sim.software.counted import Formula, Kernel, load_counted
-from sim.workload import DTYPE_BYTES
+from sim.words.options import HostOptimiserName
+from sim.words.profile import Profile
+from sim.words.workload import DTYPE_BYTES
 
 ZERO_OFFLOAD: HostOptimiserName = "deepspeed"
 """Whose it is where nobody names it: that of ZeRO-Offload."""

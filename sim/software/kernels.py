@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.errors import InputError
-from sim.kept import kept
-from sim.profile import Profile, Ran
+from sim.base.errors import InputError
+from sim.base.kept import kept
 from sim.software.attention import attending, named
 from sim.software.counted import Kernel, load_counted
 from sim.software.software import Kernels, Software
-from sim.workload import Dtype
+from sim.words.profile import Profile, Ran
+from sim.words.workload import Dtype
 
 
 class _Place(NamedTuple):

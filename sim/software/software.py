@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from sim.errors import InputError
-from sim.options import ChosenAttention, HostOptimiserName
-from sim.presets import Name, load_toml, preset_names
+from sim.base.errors import InputError
+from sim.base.presets import Name, load_toml, preset_names
+from sim.words.options import ChosenAttention, HostOptimiserName
 
 FOLDER = "sim/software/presets"
 

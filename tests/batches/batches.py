@@ -7,15 +7,15 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from sim.batches.batch import Batch, batch
-from sim.batches.dcp import DcpOptions, dcp
-from sim.batches.fcp import FcpOptions, fcp
-from sim.batches.groups import GroupOptions, groups
 from sim.batches.planned import Planned
-from sim.batches.static import all_gather, ring
+from sim.batches.planners.dcp import DcpOptions, dcp
+from sim.batches.planners.fcp import FcpOptions, fcp
+from sim.batches.planners.groups import GroupOptions, groups
+from sim.batches.planners.static import all_gather, ring
+from sim.batches.planners.wlb import wlb
 from sim.batches.statistics import TokenBytes
-from sim.batches.wlb import wlb
-from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, Rectangle, Span
+from sim.words.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
 
 Pairs = set[tuple[int, int]]
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.base.errors import InputError
 from sim.batches.batch import batch
 from sim.batches.counting import pairs_in_band, pairs_kept
-from sim.errors import InputError
-from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
 from sim.schedule.ir.masks import Band, Span, count_pairs, kept_in
+from sim.words.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
 from tests.batches.batches import PATTERNS, in_band, kept, lengths, patterns, sees
 
 

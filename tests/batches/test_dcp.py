@@ -8,23 +8,23 @@ import math
 import numpy as np
 import pytest
 
-from sim.batches import hypergraph
+from sim.balance.planners import PLANNERS, asked_of
+from sim.base.errors import InputError
 from sim.batches.batch import Batch, batch
 from sim.batches.blocks import cut, fitting_size
 from sim.batches.counting import Ints
 from sim.batches.coverage import require_covered
-from sim.batches.dcp import DcpOptions, _plan, dcp
-from sim.batches.hypergraph import Limits, Vertices, partitioned
 from sim.batches.planned import Planned
+from sim.batches.planners import hypergraph
+from sim.batches.planners.dcp import DcpOptions, _plan, dcp
+from sim.batches.planners.hypergraph import Limits, Vertices, partitioned
+from sim.batches.planners.static import ring
 from sim.batches.seconds import PlanCosts, plan_seconds
-from sim.batches.static import ring
 from sim.batches.statistics import Statistics, TokenBytes, statistics, token_bytes
-from sim.errors import InputError
-from sim.patterns import AttentionSink
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.plan import Plan, Task
-from sim.setup.planners import PLANNERS, asked_of
 from sim.setup.setup import Setup
+from sim.words.patterns import AttentionSink
 
 HEADS = token_bytes(8, 2, 128, 2)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from sim.base.errors import InputError
 from sim.batches.batch import Batch, batch
 from sim.batches.coverage import require_covered
-from sim.batches.fcp import FcpOptions, fcp
-from sim.batches.groups import GroupOptions, group_sizes, groups
 from sim.batches.planned import Planned
+from sim.batches.planners.fcp import FcpOptions, fcp
+from sim.batches.planners.groups import GroupOptions, group_sizes, groups
 from sim.batches.statistics import Statistics, statistics, token_bytes
-from sim.errors import InputError
 from sim.schedule.ir.masks import Band
 
 HEADS = token_bytes(8, 2, 128, 2)

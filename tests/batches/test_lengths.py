@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.base.errors import InputError
 from sim.batches.files import read_lengths, typed_lengths
 from sim.batches.lengths import draw, histogram, lognormal, scaled, uniform
-from sim.errors import InputError
 
 # p50, p90, p99 and mean of the documents, computed from the files that the histograms were counted from.
 PUBLISHED = {

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sim.base.errors import InputError
 from sim.batches.lengths import draw, histogram
 from sim.batches.packing import (
     Document,
@@ -21,7 +22,6 @@ from sim.batches.packing import (
     token_delay,
     transformer_work,
 )
-from sim.errors import InputError
 from tests.batches.batches import lengths
 
 

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sim.base.errors import InputError, LengthError, ScheduleError
 from sim.batches.batch import MOST_TOKENS, Batch, batch
 from sim.batches.coverage import require_covered
-from sim.batches.dcp import dcp
-from sim.batches.fcp import fcp
 from sim.batches.lower_bound import lower_bound
 from sim.batches.planned import Planned
-from sim.batches.static import permuted, ring
+from sim.batches.planners.dcp import dcp
+from sim.batches.planners.fcp import fcp
+from sim.batches.planners.static import permuted, ring
+from sim.batches.planners.wlb import padded_pairs, predicted_seconds, wlb
 from sim.batches.statistics import Statistics, max_over_mean, statistics, token_bytes
-from sim.batches.wlb import padded_pairs, predicted_seconds, wlb
-from sim.errors import InputError, LengthError, ScheduleError
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.plan import Plan, Task
 from tests.batches.batches import (

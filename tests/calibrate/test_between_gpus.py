@@ -7,18 +7,18 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from calibrate.between_gpus import between_cases, exchanged_over, time_between
 from calibrate.gpu import GpuCalibration
-from calibrate.links import LinkCase
+from calibrate.measure.between_gpus import between_cases, exchanged_over, time_between
+from calibrate.measure.links import LinkCase
 from calibrate.plan import Plan
 from calibrate.published.host import OVERLAP_SLOWDOWN
 from calibrate.published.reading import transfer_point
 from runtime.processes.launch import Session
-from sim.engine.collectives import link_traffic
-from sim.engine.cost import CostModel, measured_cluster
-from sim.profile import Slowdown
+from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.ir.ops import AllReduce, AllToAll
 from sim.schedule.ir.views import Split, View
+from sim.words.profile import Slowdown
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec

@@ -19,26 +19,26 @@ import torch
 from rich.console import Console
 
 from calibrate import plan as plan_module
-from calibrate.cases import QUICK_CPU, kernel_cases
-from calibrate.fit import fitted_spec, together_of
 from calibrate.gpu import GpuCalibration
+from calibrate.held.leave_one_out import leave_one_out
 from calibrate.host import HostCalibration
-from calibrate.kernels import time_kernel
-from calibrate.leave_one_out import leave_one_out
-from calibrate.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
+from calibrate.measure.cases import QUICK_CPU, kernel_cases
+from calibrate.measure.fit import fitted_spec, together_of
+from calibrate.measure.kernels import time_kernel
+from calibrate.measure.links import LinkCase, LinkTimes, link_cases, link_schedule, time_launch, time_link
+from calibrate.measure.residuals import repeat
 from calibrate.plan import Plan, Step, software
-from calibrate.residuals import repeat
 from experiments.verbs import calibrate as verb
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from sim.engine.cost import measured_cluster
-from sim.engine.simulate import simulate
-from sim.errors import RankError
-from sim.profile import Machine, Point, Profile, load_profile
+from sim.base.errors import RankError
+from sim.engine.costs.cost import measured_cluster
+from sim.engine.play.simulate import simulate
 from sim.schedule.derive.kernels import attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.profile import Machine, Point, Profile, load_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import make_checked, make_model
 from topology.cluster import Cluster, load_cluster
 from topology.host import HostFacts, with_facts

@@ -10,24 +10,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from calibrate.cases import FULL_GPU, QUICK_GPU, kernel_cases
 from calibrate.gpu import GENERATIONS, GpuCalibration, power_limit_w
-from calibrate.host_copies import HostCopyTimes, time_host_copies
-from calibrate.kernels import Timed
+from calibrate.measure.cases import FULL_GPU, QUICK_GPU, kernel_cases
+from calibrate.measure.host_copies import HostCopyTimes, time_host_copies
+from calibrate.measure.kernels import Timed
+from calibrate.measure.residuals import explained
 from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
-from calibrate.residuals import explained
-from runtime.execution.attention_choice import NAMES
+from runtime.execution.ops.attention_choice import NAMES
 from runtime.processes.launch import Session
-from sim.engine.cost import CostModel, measured_cluster
-from sim.options import Place
-from sim.profile import HOST_COPIES, PAGEABLE_COPIES, Profile, save_profile
+from sim.engine.costs.cost import CostModel, measured_cluster
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import HostCopy
 from sim.schedule.write.builder import ProgramBuilder
 from sim.setup.setup import Setup
-from sim.workload import Workload, load_model
+from sim.words.options import Place
+from sim.words.profile import HOST_COPIES, PAGEABLE_COPIES, Profile, save_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
 

@@ -10,19 +10,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from calibrate.fit import Together, fitted_spec, together_of, traffic_of
 from calibrate.host import HostCalibration
-from calibrate.interference import Crowd, compared, crowded_cases, jitter_of, time_crowded, time_interference
-from calibrate.interference_schedules import AMONG_RANKS, Transfer, interference_schedules
+from calibrate.measure.fit import Together, fitted_spec, together_of, traffic_of
+from calibrate.measure.interference import Crowd, compared, crowded_cases, jitter_of, time_crowded, time_interference
+from calibrate.measure.interference_schedules import AMONG_RANKS, Transfer, interference_schedules
+from calibrate.measure.residuals import explained
 from calibrate.plan import Plan
-from calibrate.residuals import explained
 from runtime.processes.launch import Session
-from sim.engine.cost import CostModel
-from sim.engine.phases import Flow
-from sim.engine.simulate import simulate
-from sim.profile import Machine, Point, Profile, Slowdown
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Flow
+from sim.engine.play.simulate import simulate
 from sim.schedule.proof.check import check
-from sim.workload import load_model
+from sim.words.profile import Machine, Point, Profile, Slowdown
+from sim.words.workload import load_model
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 from topology.host import HostFacts, with_facts

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from calibrate import kernels as module
-from calibrate.cases import QUICK_CPU, KernelCase, kernel_cases
-from calibrate.interference import _set_up
-from calibrate.kernels import _sustained, _time
-from runtime.execution.attention import CpuFlash
+from calibrate.measure import kernels as module
+from calibrate.measure.cases import QUICK_CPU, KernelCase, kernel_cases
+from calibrate.measure.interference import _set_up
+from calibrate.measure.kernels import _sustained, _time
+from runtime.execution.ops.attention import CpuFlash
 from runtime.processes.rank import RankContext
 from tests.helpers import make_model
 

@@ -6,7 +6,7 @@ import pytest
 
 from calibrate.lab_network import lab_network
 from runtime.lab.network import Network
-from sim.errors import InputError
+from sim.base.errors import InputError
 from topology.cluster import Cluster, load_cluster
 from topology.lab import NETWORKS, PAYLOAD, lab_spec
 

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.profile_diff import KernelDiff, ProfileDiff, profile_diff
+from calibrate.held.profile_diff import KernelDiff, ProfileDiff, profile_diff
 from calibrate.published.reading import kernel_point, transfer_point
-from sim.profile import Machine, Point, Profile
 from sim.schedule.derive.kernels import KernelUse
+from sim.words.profile import Machine, Point, Profile
 from tests.helpers import make_cluster_spec
 from topology.specs import GpuSpec
 

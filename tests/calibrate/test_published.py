@@ -18,22 +18,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from calibrate.leave_one_out import leave_one_out
-from calibrate.points import Predictor
+from calibrate.held.leave_one_out import leave_one_out
+from calibrate.held.points import Predictor
 from calibrate.published import ATTENTION, PUBLISHED, elementwise, published
 from calibrate.published.curves import apart, work
 from calibrate.published.gpus import GPUS
 from calibrate.published.host import eager_host, eager_issue
 from calibrate.published.reading import kernel_point, rows
-from sim.engine.collectives import link_traffic
-from sim.engine.cost import CostModel, measured_cluster
-from sim.engine.phases import Flow
-from sim.engine.tiles import use_of
-from sim.profile import TRANSFERS, Issue, Point, Profile, Spread, load_profile, shipped_profile
+from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.phases import Flow
+from sim.engine.costs.tiles import use_of
+from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, SCATTERED, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from sim.schedule.ir.views import Split, View
+from sim.words.profile import TRANSFERS, Issue, Point, Profile, Spread, load_profile, shipped_profile
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 

@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch.nn import functional
 
-from calibrate.software import losses, transformers_modules
-from calibrate.software.asked import Asked
-from calibrate.software.compiled import compiled, in_kernels
-from calibrate.software.count import Ready, Run, received, run
-from calibrate.software.log import Call, Log
-from calibrate.software.sizes import TO_CHECK, TO_DERIVE, Sizes, formula
+from calibrate.software.counting import losses
+from calibrate.software.counting.asked import Asked
+from calibrate.software.counting.count import Ready, Run, received, run
+from calibrate.software.counting.log import Call, Log
+from calibrate.software.counting.sizes import TO_CHECK, TO_DERIVE, Sizes, formula
+from calibrate.software.libraries import transformers_modules
+from calibrate.software.libraries.compiled import compiled, in_kernels
+from calibrate.software.libraries.transformers_modules import FAMILIES, Modules
 from calibrate.software.tables import SOFTWARE, counted, derived, encoded, version
-from calibrate.software.transformers_modules import FAMILIES, Modules
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.software.counted import Formula, counted_names, load_counted
 from tests.reading_code import ROOT
 

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from sim.engine.report import report
-from sim.engine.simulate import simulate
-from sim.mesh import Mesh
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import report
 from sim.schedule.methods import ring, ulysses
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import PerGpu
 

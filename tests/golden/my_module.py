@@ -7,7 +7,7 @@ from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import SoftmaxAccumulator
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import blocks
-from sim.workload import DTYPE_BYTES
+from sim.words.workload import DTYPE_BYTES
 
 TOKENS = 1  # dimension of (B, S, H, D)
 

@@ -13,7 +13,7 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.setup.names import OwnSchedule
 from sim.setup.setup import Setup
 

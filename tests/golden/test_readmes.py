@@ -21,8 +21,8 @@ import pytest
 from _pytest.mark import ParameterSet
 
 import longstep
-from experiments.evidence.cases import read_cases
-from experiments.verbs.selection import Selection
+from experiments.evidence.papers.cases import read_cases
+from experiments.verbs.shared.selection import Selection
 from sim.schedule.methods.catalog import SCHEDULES
 from tests.golden.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of
 from topology.cluster import load_cluster

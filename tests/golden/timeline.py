@@ -1,11 +1,11 @@
 """Two ranks of a causal ring on a slow link: what begins and ends when, in microseconds."""
 
-from sim.engine.simulate import simulate
-from sim.mesh import Mesh
-from sim.presets import override
+from sim.base.presets import override
+from sim.engine.play.simulate import simulate
 from sim.schedule.methods import ring
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 
 workload = Workload(model=load_model("llama3-8b"), seq=8192, dtype="bf16")

@@ -17,12 +17,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.execution import kernels, state, tensors, varlen
-from runtime.execution.attention import AttentionKernel
-from runtime.execution.kernels import host_copy, run_kernel
+from runtime.execution import tensors
+from runtime.execution.ops import kernels, state, varlen
+from runtime.execution.ops.attention import AttentionKernel
+from runtime.execution.ops.kernels import host_copy, run_kernel
+from runtime.execution.ops.varlen import ALIGNED_BYTES
 from runtime.execution.tensors import TORCH_DTYPE, Storage, ends_at
-from runtime.execution.varlen import ALIGNED_BYTES
-from sim.memory import lifetimes
+from sim.accounts.memory import lifetimes
 from sim.schedule.ir.ops import HostAdamW, HostCopy, HostSync, Kernel
 from sim.schedule.ir.views import Buffer, View
 from sim.schedule.proof.check import RankSchedule

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sim.errors import RankError
+from sim.base.errors import RankError
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -60,7 +60,7 @@ def say(words: str) -> None:
 
 def ring(session: Session, seq: int) -> ScheduleRun:
     from runtime.run import ScheduleRun
-    from sim.workload import Workload
+    from sim.words.workload import Workload
     from tests.helpers import make_checked, make_model
 
     workload = Workload(model=make_model(8, 4, head_dim=64), seq=seq)

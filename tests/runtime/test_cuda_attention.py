@@ -18,12 +18,12 @@ import msgspec
 import pytest
 import torch
 
-from experiments.evidence.execution import Execution
+from experiments.evidence.executed.execution import Execution
 from experiments.verbs.calibrate import Calibrate
 from experiments.verbs.validate import Validate
-from runtime.execution.attention import AttentionKernel
-from runtime.execution.attention_choice import NAMES, cuda_kernel, described, needs_windows, runs
-from runtime.execution.cuda_attention import (
+from runtime.execution.ops.attention import AttentionKernel
+from runtime.execution.ops.attention_choice import NAMES, cuda_kernel, described, needs_windows, runs
+from runtime.execution.ops.cuda_attention import (
     AtenFlash,
     Cudnn,
     FlashAttention2,
@@ -33,9 +33,9 @@ from runtime.execution.cuda_attention import (
     window_of,
 )
 from runtime.execution.reference import attention, relative_error
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model
 
 Tensor = torch.Tensor
@@ -349,7 +349,7 @@ def held_against_the_reference(kernel: AttentionKernel, tensors: tuple[Tensor, .
 @pytest.mark.parametrize(("queries", "keys", "band"), BLOCKS + WINDOWS)
 def test_every_kernel_of_this_gpu(kind: str, queries: int, keys: int, band: Band) -> None:
     """bf16 to a few units in the last place of the largest element, fp32 to rounding (TF32 is off)."""
-    module = importlib.import_module("runtime.execution.cuda_attention")
+    module = importlib.import_module("runtime.execution.ops.cuda_attention")
     try:
         kernel: AttentionKernel = getattr(module, kind)()
     except ModuleNotFoundError:

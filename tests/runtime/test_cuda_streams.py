@@ -18,7 +18,7 @@ from runtime.execution import streams as module
 from runtime.execution.streams import CudaStreams, Event
 from sim.schedule.ir.ops import COMPUTE, HostAdamW, HostSync, Kernel
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model, slow_but
 from tests.schedule.test_step import make_step, step
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.execution import cuda_attention, virtual
-from runtime.execution.cuda_attention import Cudnn
+from runtime.execution import virtual
+from runtime.execution.ops import cuda_attention
+from runtime.execution.ops.cuda_attention import Cudnn
 from runtime.execution.reference import attention
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
@@ -20,7 +21,7 @@ from sim.schedule.ir.masks import FULL, Band
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import checked_or_refused, make_model, slow_but
 
 Tensor = torch.Tensor

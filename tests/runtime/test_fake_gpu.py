@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.execution import cuda_attention
-from runtime.execution.attention import AttentionKernel
-from runtime.execution.attention_choice import needs_windows
-from runtime.execution.cuda_attention import AtenFlash, Cudnn, MemoryEfficient
+from runtime.execution.ops import cuda_attention
+from runtime.execution.ops.attention import AttentionKernel
+from runtime.execution.ops.attention_choice import needs_windows
+from runtime.execution.ops.cuda_attention import AtenFlash, Cudnn, MemoryEfficient
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
 from sim.setup.setup import Setup
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_model, slow_but
 from tests.runtime.fake_gpu import issued
 

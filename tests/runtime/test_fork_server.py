@@ -16,7 +16,7 @@ import torch
 from runtime.processes.fork_server import fork_server
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from sim.errors import RankError
+from sim.base.errors import RankError
 from tests.runtime.programs import Programs
 
 pytestmark = [pytest.mark.gloo, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -144,7 +144,7 @@ def test_no_process_outlives_a_command(programs: Programs, sign: signal.Signals,
 def test_a_script_needs_no_guard_and_may_leave_its_session_open_but_ranks_do_not_load_it(programs: Programs) -> None:
     script = """
 from runtime.processes.launch import Session
-from sim.errors import InputError
+from sim.base.errors import InputError
 def number(context):
     return context.rank
 session = Session(2, timeout_s=30)

@@ -22,20 +22,20 @@ from runtime.processes.fork_server import ForkedProcess, deaf
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
+from sim.accounts.breakdown import breakdown
+from sim.accounts.memory import walk
+from sim.base.errors import RankError
 from sim.batches.batch import batch
-from sim.batches.wlb import wlb
-from sim.breakdown import breakdown
-from sim.engine.simulate import simulate
-from sim.errors import RankError
-from sim.memory import walk
-from sim.mesh import Mesh
+from sim.batches.planners.wlb import wlb
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.ops import COMPUTE, Barrier, HostSync
 from sim.schedule.ir.plan import Plan
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.gathered import gathered
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Dtype, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model, slow_but
 from tests.schedule.plans import HELPED, proved
 from tests.schedule.test_step import STACKS, enough, make_step, odd, step

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.execution import unfused
-from runtime.execution.attention import CpuFlash, delta_of, merge, with_delta
-from runtime.execution.dense import eager_norm, eager_norm_backward, rms_norm
 from runtime.execution.inputs import global_state
+from runtime.execution.ops import unfused
+from runtime.execution.ops.attention import CpuFlash, delta_of, merge, with_delta
+from runtime.execution.ops.dense import eager_norm, eager_norm_backward, rms_norm
+from runtime.execution.ops.state import square_sum
 from runtime.execution.reference import attention, relative_error
-from runtime.execution.state import square_sum
 from sim.schedule.ir.masks import CAUSAL, FULL, Band
 from sim.schedule.model.scope import units
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_model
 
 BANDS = [FULL, CAUSAL, Band(right=-1), Band(right=3), Band(left=2, right=0), Band(left=1, right=1)]

@@ -24,7 +24,7 @@ from runtime.lab.network import BURST_S, WINDOW_S, Network, Wire, burst_bytes, w
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from runtime.run import ScheduleRun
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.program import Schedule
 from sim.schedule.proof.check import Checked, check
 from tests.helpers import slow_but

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 import torch
 
-from runtime.execution.dense import cross_entropy, rms_norm, rms_norm_backward
 from runtime.execution.execute import RankPlayer
 from runtime.execution.inputs import global_state
+from runtime.execution.ops.dense import cross_entropy, rms_norm, rms_norm_backward
+from runtime.execution.ops.state import adamw
 from runtime.execution.reference import relative_error
-from runtime.execution.state import adamw
 from runtime.execution.streams import CudaStreams
-from sim.memory import walk
+from sim.accounts.memory import walk
+from sim.base.units import percent, size
 from sim.schedule.ir.ops import NO_LABEL
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
-from sim.units import percent, size
-from sim.workload import Workload, load_model
+from sim.words.workload import Workload, load_model
 from tests.helpers import make_checked
 from tests.schedule.test_step import make_step
 

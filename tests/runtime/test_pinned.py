@@ -11,11 +11,11 @@ import torch
 
 from runtime.execution import tensors as module
 from runtime.execution.tensors import TORCH_DTYPE, ends_at, pinned, reserve_pinned
-from sim.errors import InputError
-from sim.memory import lifetimes, walk
+from sim.accounts.memory import lifetimes, walk
+from sim.base.errors import InputError
 from sim.schedule.ir.views import Buffer
 from sim.schedule.proof.check import Checked
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model
 from tests.schedule.test_step import make_step, step
 

@@ -7,7 +7,7 @@ import pytest
 from runtime.processes import launch
 from runtime.processes.launch import Session
 from runtime.processes.rank import Seat
-from sim.errors import InputError, RankError
+from sim.base.errors import InputError, RankError
 
 
 @pytest.mark.gloo

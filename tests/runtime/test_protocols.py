@@ -12,7 +12,6 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.mesh import Mesh
 from sim.schedule.ir.layout import num_tokens, zigzag
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Accumulate, AllGather, Gemm, ReduceScatter, Rope
@@ -35,7 +34,8 @@ from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.proof.check import check
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, Workload, load_model
 from tests.helpers import make_model
 from tests.schedule.test_check_catches import refuses
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from calibrate.links import LinkCase, link_schedule
+from calibrate.measure.links import LinkCase, link_schedule
 from runtime.execution.groups import Groups
 from runtime.execution.tensors import Storage
 from runtime.processes import rank as module
@@ -19,7 +19,7 @@ from runtime.processes.rank import Board, RankContext, Rendezvous, Seat, serve
 from runtime.run import ScheduleRun
 from sim.schedule.ir.ops import AllGather, AllReduce, AllToAll, ReduceScatter
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model
 
 NEW_NAMES = ("all_gather_single", "reduce_scatter_single")

@@ -10,17 +10,17 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.engine.report import report
-from sim.engine.simulate import simulate
-from sim.errors import ScheduleError
-from sim.mesh import Mesh
+from sim.base.errors import ScheduleError
+from sim.engine.play.simulate import simulate
+from sim.engine.results.report import report
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods import ring
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster
 

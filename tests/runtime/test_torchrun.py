@@ -19,7 +19,7 @@ from experiments.evidence.machine import require_processes
 from runtime.execution.verify import BOUNDS
 from runtime.processes.torchrun import Workers, _own_address
 from runtime.processes.worker import World
-from sim.errors import InputError
+from sim.base.errors import InputError
 from tests.runtime.programs import Programs
 from topology.cluster import load_cluster
 

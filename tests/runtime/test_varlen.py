@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.execution.attention import Backward, CpuFlash, Forward, PartsKernel, merge
-from runtime.execution.cuda_attention import AtenFlash, FlashAttention2, FlashAttention3, Window
-from runtime.execution.packed import packed_backward, packed_forward
+from runtime.execution.ops.attention import Backward, CpuFlash, Forward, PartsKernel, merge
+from runtime.execution.ops.cuda_attention import AtenFlash, FlashAttention2, FlashAttention3, Window
+from runtime.execution.ops.packed import packed_backward, packed_forward
 from runtime.execution.reference import relative_error
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Span
 from tests.runtime.test_cuda_attention import banded

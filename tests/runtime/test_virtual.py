@@ -12,17 +12,18 @@ import msgspec
 import pytest
 import torch
 
-from runtime.execution import dense, inputs, virtual
+from runtime.execution import inputs, virtual
 from runtime.execution.inputs import global_tokens
+from runtime.execution.ops import dense
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
-from sim.engine.simulate import simulate
-from sim.errors import InputError, ScheduleError
+from sim.base.errors import InputError, ScheduleError
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.masks import Span
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import (
     OFFLOADED,
     VARIANTS,

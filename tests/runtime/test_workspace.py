@@ -13,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.execution.attention import AttentionKernel, Backward, Saved
-from runtime.execution.attention_choice import NAMES, described
-from runtime.execution.cuda_attention import AtenFlash, Cudnn, MemoryEfficient, Window
-from runtime.execution.dense import eager_norm, eager_norm_backward
-from runtime.execution.kernels import run_kernel
+from runtime.execution.ops.attention import AttentionKernel, Backward, Saved
+from runtime.execution.ops.attention_choice import NAMES, described
+from runtime.execution.ops.cuda_attention import AtenFlash, Cudnn, MemoryEfficient, Window
+from runtime.execution.ops.dense import eager_norm, eager_norm_backward
+from runtime.execution.ops.kernels import run_kernel
 from runtime.execution.tensors import Rotations, Storage, ends_at
-from sim.memory import lifetimes, walk
+from sim.accounts.memory import lifetimes, walk
 from sim.schedule.derive.workspace import (
     REPEATING,
     adopted,
@@ -42,7 +42,7 @@ from sim.schedule.ir.ops import (
 )
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
-from sim.workload import DTYPE_BYTES, Dtype, QkNormName, Workload
+from sim.words.workload import DTYPE_BYTES, Dtype, QkNormName, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
 from tests.runtime.test_kernels import llama_norm
 from tests.schedule.test_step import make_step

@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from sim.errors import InputError, ScheduleError
-from sim.mesh import Mesh
-from sim.patterns import Pattern
+from sim.balance.planners import playing
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.masks import Band, DocumentBlock, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked, check
-from sim.setup.planners import playing
-from sim.workload import BlockMask, Workload
+from sim.words.mesh import Mesh
+from sim.words.patterns import Pattern
+from sim.words.workload import BlockMask, Workload
 from tests.batches.batches import ANY_LENGTH, DIVIDED, OF_BLOCKS, PARTITIONED, PATTERNS, for_planner
 from tests.helpers import VARIANTS, make_model
 from tests.schedule.mutation_operators import Items, Operator, Scene, among, put

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from sim.errors import InputError
-from sim.mesh import AXES
+from sim.base.errors import InputError
 from sim.schedule.ir.program import Schedule
-from sim.workload import ModelSpec, Workload
+from sim.words.mesh import AXES
+from sim.words.workload import ModelSpec, Workload
 from tests.schedule.mutation_operators import Operator, any_of, put
 from tests.schedule.test_blocks import FEATURES
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from sim.mesh import Mesh
-from sim.options import LayerOptions
 from sim.schedule.model.step import Timetable
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from sim.words.workload import Workload
 from tests.helpers import make_model
 from tests.schedule.mutation_steps import STEP_OPERATORS
 from tests.schedule.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble

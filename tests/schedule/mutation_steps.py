@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from sim.errors import InputError, ScheduleError
+from sim.base.errors import InputError, ScheduleError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
     AdamW,
@@ -33,11 +34,10 @@ from sim.schedule.ir.ops import (
     Unpack,
     Zero,
 )
-from sim.schedule.ir.program import Port
 from sim.schedule.ir.views import View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_model
 from tests.schedule.mutation_headers import featured
 from tests.schedule.mutation_operators import (

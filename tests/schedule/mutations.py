@@ -30,11 +30,11 @@ from rich.table import Table
 
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.engine.simulate import simulate
-from sim.errors import InputError, LongstepError, ScheduleError
+from sim.base.errors import InputError, LongstepError, ScheduleError
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.program import Schedule
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, make_checked, make_cluster_spec, make_model
 from tests.schedule.mutation_documents import DOCUMENT_OPERATORS, drawn_documents
 from tests.schedule.mutation_headers import HEADER_OPERATORS, featured

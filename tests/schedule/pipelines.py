@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.mesh import Mesh
-from sim.options import LayerOptions
 from sim.schedule.ir.layout import contiguous, num_tokens
 from sim.schedule.ir.ops import Exchange, Message
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
@@ -32,7 +30,9 @@ from sim.schedule.model.step import Chunk, Item, StepWriter, Timetable
 from sim.schedule.model.tiling import whole
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
 
 
 def gpipe(stage: int, _stages: int, micros: int, _chunks: int) -> list[Item]:

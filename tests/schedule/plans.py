@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from sim.mesh import Mesh
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.plan import Plan, Task
 from sim.schedule.methods.planned import PlannedOptions, planned
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 
 SEQ = 24
 

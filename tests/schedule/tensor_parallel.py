@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.mesh import Mesh
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.layout import contiguous, cut, num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import AllGather, AllReduce, ReduceScatter
-from sim.schedule.ir.program import Claims, Communicator, Header, Port, Program, Schedule
+from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ring_communicators
@@ -34,7 +34,8 @@ from sim.schedule.model.step import Chunk, StepWriter, one_stage
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, ModelSpec, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload
 
 
 def part_of(model: ModelSpec, ranks: int) -> ModelSpec:

@@ -13,13 +13,13 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
-from sim.engine.simulate import simulate
-from sim.errors import ScheduleError
-from sim.mesh import Mesh
+from sim.base.errors import ScheduleError
+from sim.engine.play.simulate import simulate
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import ONE, Span, mask_of
 from sim.schedule.ir.ops import AllGather, Exchange, Message
-from sim.schedule.ir.program import Claims, Communicator, Header, Port, Program, Schedule
+from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split, View
 from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ring_communicators
 from sim.schedule.proof.check import check
@@ -28,7 +28,8 @@ from sim.schedule.write.accumulate import SoftmaxAccumulator
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.errors import InputError, ScheduleError
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.kernels import attention_use, gathered
 from sim.schedule.ir.masks import (
     CAUSAL,
@@ -30,7 +30,7 @@ from sim.schedule.proof.check import check
 from sim.schedule.write.blocks import blocks
 from sim.setup.block_masks import block_mask_of
 from sim.setup.setup import Setup
-from sim.workload import BlockMask, Workload
+from sim.words.workload import BlockMask, Workload
 from tests.helpers import VARIANTS, by_tier, make_model
 from tests.runtime.test_virtual import exact_or_refused
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.ops import BiasedGemm, HeadNorm, Op, Rope, TokenSum
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
@@ -18,7 +18,7 @@ from sim.schedule.model.scope import units
 from sim.schedule.proof.check import check
 from sim.schedule.proof.supersteps import Supersteps
 from sim.schedule.write.attention import attention_flops
-from sim.workload import LayerKind, Workload
+from sim.words.workload import LayerKind, Workload
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import STACKS, errors_of, make_step, replaced, step

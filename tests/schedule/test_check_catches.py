@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import InputError, ScheduleError
-from sim.mesh import Mesh
+from sim.base.errors import InputError, ScheduleError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Span
 from sim.schedule.ir.ops import (
     COMPUTE,
@@ -38,13 +38,14 @@ from sim.schedule.ir.ops import (
     Rope,
     Zero,
 )
-from sim.schedule.ir.program import Communicator, Header, Port, Program, Schedule
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Buffer, Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
-from sim.workload import Dtype, Scope, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Dtype, Scope, Workload
 from tests.helpers import make_checked, make_model
 
 Change = Callable[[Op], Op | None]

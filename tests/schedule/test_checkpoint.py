@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.ops import Attend, Gemm
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint
-from sim.workload import load_model
+from sim.words.workload import load_model
 from tests.helpers import by_tier, slow_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, step

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from sim.errors import InputError, ScheduleError
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.proof import check as proof

@@ -37,9 +37,9 @@ class Broadcast(_Collective, frozen=True, kw_only=True):
 Collective: TypeAlias'''
 
 READERS = {
-    "Dropout": {"runtime/execution/dense.py", "sim/schedule/derive/workspace.py"},
+    "Dropout": {"runtime/execution/ops/dense.py", "sim/schedule/derive/workspace.py"},
     "Broadcast": {"runtime/execution/groups.py", "sim/schedule/derive/matching.py"},
-    "broadcast": {"sim/engine/collectives.py", "sim/engine/least.py"},
+    "broadcast": {"sim/engine/traffic/collectives.py", "sim/engine/traffic/least.py"},
 }
 """Who must complain of a new kernel, of a new collective, and of its name in profiles. What a kernel computes stands in
 one more file that mypy cannot know, the equations of a block; everything else follows from the declarations.

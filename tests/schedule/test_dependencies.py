@@ -16,7 +16,7 @@ from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model
 from tests.schedule.test_fragments import layered
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.execution.inputs import global_labels, global_tokens, reference
 from runtime.execution.reference import attention
-from sim.errors import InputError, LengthError, ScheduleError
+from sim.base.errors import InputError, LengthError, ScheduleError
 from sim.schedule.derive.kernels import attention_use, mask_variant
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Documents, Span, count_pairs, keeps_parts
 from sim.schedule.ir.ops import NO_LABEL, Attend, HostSync
@@ -18,7 +18,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.blocks import blocks
 from sim.setup.setup import Setup
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import VARIANTS, by_tier, make_model
 from tests.runtime.test_virtual import exact_or_refused
 from tests.schedule.test_step import is_exact, step

@@ -10,14 +10,14 @@ import torch
 
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.errors import InputError, LengthError
-from sim.memory import walk
-from sim.mesh import Mesh
+from sim.accounts.memory import walk
+from sim.base.errors import InputError, LengthError
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Attend, AttendBackward, Barrier, HostCopy, HostSync
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.fpdt import FpdtOptions, build
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import by_tier, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, step

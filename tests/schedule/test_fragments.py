@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import InputError, ScheduleError
-from sim.memory import walk, walks
+from sim.accounts.memory import walk, walks
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.dependencies import derive_plainly
 from sim.schedule.derive.kernels import kernel_use, use_of
 from sim.schedule.derive.workspace import adopted, workspace_bytes
@@ -22,7 +22,7 @@ from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import norm1
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
+from sim.balance.planners import playing
+from sim.base.errors import ScheduleError
 from sim.batches.batch import batch
 from sim.batches.planned import Planned
-from sim.batches.static import permuted
-from sim.batches.wlb import wlb
-from sim.engine.simulate import simulate
-from sim.errors import ScheduleError
-from sim.mesh import Mesh
+from sim.batches.planners.static import permuted
+from sim.batches.planners.wlb import wlb
+from sim.engine.play.simulate import simulate
 from sim.schedule.derive.matching import wire_bytes
 from sim.schedule.ir.ops import AllGather, Attend, Copy, Exchange, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
@@ -26,8 +26,8 @@ from sim.schedule.ir.views import Split
 from sim.schedule.methods.allgather import AllGatherOptions
 from sim.schedule.methods.gathered import gathered
 from sim.schedule.proof.check import Checked, check
-from sim.setup.planners import playing
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster
 

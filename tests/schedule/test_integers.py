@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sim.errors import InputError
-from sim.mesh import Mesh
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import Accumulate, AllGather, AllReduce, Attend, Gemm, Op
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
@@ -15,7 +14,8 @@ from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import Split, View
 from sim.schedule.proof.check import check
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import make_model
 from tests.schedule.test_check_catches import refuses
 

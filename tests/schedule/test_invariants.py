@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from sim.errors import InputError, LengthError
-from sim.memory import Lifetime, lifetimes, walk
-from sim.mesh import Mesh
+from sim.accounts.memory import Lifetime, lifetimes, walk
+from sim.base.errors import InputError, LengthError
 from sim.schedule.derive.show import grid, logical_times
 from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, Exchange
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.setup.setup import Setup
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import VARIANTS, by_tier, checked_or_refused, make_checked, make_model, slow_but
 
 PARALLEL = [name for name in VARIANTS if VARIANTS[name].schedule != "single"]

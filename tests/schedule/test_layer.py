@@ -7,8 +7,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from sim.errors import InputError
-from sim.mesh import Mesh
+from sim.base.errors import InputError
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.ops import Accumulate, AllReduce, Copy, Gemm, Hold, Kernel, Op, RmsNorm, Rope, TokenKernel
 from sim.schedule.ir.program import Schedule
@@ -17,7 +16,8 @@ from sim.schedule.methods import linear
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import Tile, act, block_of, gate, up
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload, load_model
 from tests.helpers import make_checked, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import changed, drop, refuses
 from tests.schedule.test_step import make_step

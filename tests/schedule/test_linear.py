@@ -10,10 +10,9 @@ import torch
 
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.engine.simulate import simulate
-from sim.errors import InputError, ScheduleError
-from sim.memory import walk
-from sim.mesh import Mesh
+from sim.accounts.memory import walk
+from sim.base.errors import InputError, ScheduleError
+from sim.engine.play.simulate import simulate
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.ir.ops import Accumulate, Exchange, LinearAttendBackward, Op, StateProduct, StateSum
 from sim.schedule.ir.program import Schedule
@@ -22,7 +21,8 @@ from sim.schedule.methods.catalog import NAMED, SCHEDULES
 from sim.schedule.methods.linear import LinearOptions
 from sim.schedule.proof.check import check
 from sim.setup.block_masks import block_mask_of
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import make_cluster_spec, make_model
 from topology.cluster import Cluster
 

@@ -9,11 +9,10 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from sim.engine.simulate import STEADY
-from sim.errors import InputError
-from sim.footprint import footprint
-from sim.memory import terms_in_use
-from sim.options import ModulesName
+from sim.accounts.footprint import footprint
+from sim.accounts.memory import terms_in_use
+from sim.base.errors import InputError
+from sim.engine.play.simulate import STEADY
 from sim.schedule.ir.ops import (
     AdamW,
     AllGather,
@@ -31,8 +30,9 @@ from sim.schedule.model.block import block_of
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import trained, units
 from sim.schedule.proof.check import Checked
-from sim.workload import LoraTarget, Workload
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from sim.words.options import ModulesName
+from sim.words.workload import LoraTarget, Workload
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_blocks import FEATURES, changed
 from tests.schedule.test_check_catches import refuses

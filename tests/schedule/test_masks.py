@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import (
     CAUSAL,
     FULL,

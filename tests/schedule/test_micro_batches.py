@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import InputError
-from sim.memory import lifetimes, walk
-from sim.options import ZeroStage
+from sim.accounts.memory import lifetimes, walk
+from sim.base.errors import InputError
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
@@ -36,6 +35,7 @@ from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import LAYER, units
 from sim.schedule.proof.check import Checked
 from sim.schedule.proof.supersteps import Supersteps
+from sim.words.options import ZeroStage
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, step

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.derive.kernels import ELEMENTWISE, kernel_use
 from sim.schedule.ir.ops import EagerNorm, EagerNormBackward, EagerSwiGlu, EagerSwiGluBackward, Kernel
 from sim.schedule.model.block import block_of
@@ -15,7 +15,7 @@ from sim.schedule.model.checkpoint import checkpoint, nameable
 from sim.schedule.proof.check import Checked, check
 from sim.setup.setup import Setup
 from sim.software.counted import Pass, amount, load_counted
-from sim.workload import ModelSpec, load_model
+from sim.words.workload import ModelSpec, load_model
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.test_blocks import of
 from tests.schedule.test_check_catches import refuses

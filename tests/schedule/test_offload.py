@@ -12,16 +12,16 @@ import torch
 import longstep
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.errors import InputError
-from sim.memory import walk
-from sim.mesh import Mesh
+from sim.accounts.memory import walk
+from sim.base.errors import InputError
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Gemm, HostCopy, HostSync, Op
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, Variant, make_checked, make_model, sweep_but
 from tests.schedule.test_check_catches import changed, drop, refuses
 

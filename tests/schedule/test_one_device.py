@@ -7,13 +7,13 @@ import torch
 
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.memory import walk
+from sim.accounts.memory import walk
 from sim.schedule.ir.ops import Copy, Kernel
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
 
 CPU = torch.device("cpu")

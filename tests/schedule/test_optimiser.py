@@ -13,25 +13,26 @@ import msgspec
 import pytest
 import torch
 
-from runtime.execution import inputs, reference, state
+from runtime.execution import inputs, reference
 from runtime.execution.inputs import global_ids, global_labels, global_state
+from runtime.execution.ops import state
 from runtime.execution.reference import relative_error
 from runtime.execution.tensors import TORCH_DTYPE
 from runtime.execution.verify import BOUNDS, Outputs, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.engine.simulate import STEADY, Jitter, simulate
-from sim.errors import InputError
-from sim.memory import lifetimes, walk
-from sim.optimiser import ADAM
+from sim.accounts.memory import lifetimes, walk
+from sim.accounts.trace import Row
+from sim.base.errors import InputError
+from sim.engine.play.simulate import STEADY, Jitter, simulate
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import HostAdamW, HostCopy, ReduceScatter
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.model.scope import kind_of, layers_of, units
 from sim.schedule.proof.check import Checked, check
-from sim.trace import Row
-from sim.workload import Workload
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from sim.words.optimiser import ADAM
+from sim.words.workload import Workload
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import make_cluster_spec, make_model, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, replaced, step, without

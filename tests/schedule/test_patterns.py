@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.errors import InputError, ScheduleError
-from sim.mesh import Mesh
-from sim.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.masks import DocumentBlock, Documents, Span, count_pairs, keeps_parts
 from sim.schedule.ir.ops import Attend
 from sim.schedule.ir.program import Schedule
@@ -17,7 +15,9 @@ from sim.schedule.methods.catalog import NAMED, SCHEDULES
 from sim.schedule.proof.check import check
 from sim.schedule.write.blocks import blocks
 from sim.setup.setup import Setup
-from sim.workload import BlockMask, Workload
+from sim.words.mesh import Mesh
+from sim.words.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQuestion
+from sim.words.workload import BlockMask, Workload
 from tests.batches.batches import in_band, patterns, sees
 from tests.helpers import VARIANTS, by_tier, make_model
 from tests.runtime.test_virtual import exact_or_refused

@@ -11,14 +11,14 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.memory import walk
-from sim.mesh import Mesh
-from sim.options import LayerOptions
+from sim.accounts.memory import walk
 from sim.schedule.ir.ops import Exchange, Op
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.model.step import Item, Timetable
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from sim.words.workload import Workload
 from tests.helpers import by_tier, make_model
 from tests.schedule.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble
 from tests.schedule.test_check_catches import refuses

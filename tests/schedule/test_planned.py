@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from runtime.execution.verify import output_errors
 from runtime.execution.virtual import attention_seconds, execute_virtual
+from sim.accounts.breakdown import attention_s
+from sim.base.errors import InputError
 from sim.batches.batch import batch
-from sim.breakdown import attention_s
-from sim.engine.simulate import simulate
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.patterns import AttentionSink, CausalBlockwise
+from sim.engine.play.simulate import simulate
 from sim.schedule.derive.matching import wire_bytes
 from sim.schedule.ir.masks import Band, Span, count_pairs, mask_of
 from sim.schedule.ir.ops import Attend, Exchange, HostSync
 from sim.schedule.ir.plan import Plan, Task
 from sim.schedule.methods.planned import PlannedOptions, planned
 from sim.setup.setup import Setup
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.patterns import AttentionSink, CausalBlockwise
+from sim.words.workload import Workload
 from tests.batches.batches import ANY_LENGTH, DIVIDED, OF_BLOCKS, PATTERNS
 from tests.helpers import make_cluster_spec, make_model
 from tests.schedule.plans import HELPED, LAYOUT, SEQ, TASKS, plans, proved, task, written

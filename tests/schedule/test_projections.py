@@ -10,7 +10,7 @@ import pytest
 
 from sim.schedule.ir.ops import Copy, Gemm, Op
 from sim.schedule.ir.program import Program, Schedule
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model
 from tests.schedule.test_check_catches import refuses
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from sim.errors import InputError, ScheduleError
-from sim.mesh import AXES, Mesh
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Op
 from sim.schedule.ir.program import Communicator, Program, Schedule
@@ -21,7 +20,8 @@ from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.setup import names
-from sim.workload import Workload
+from sim.words.mesh import AXES, Mesh
+from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, is_refused, make_model, slow_but
 
 REPLICAS = 3

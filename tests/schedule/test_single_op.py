@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sim.mesh import Mesh
 from sim.schedule.derive.matching import wire_bytes
 from sim.schedule.methods import single_op
 from sim.schedule.methods.single_op import Attended, Sent
 from sim.schedule.proof.check import check
-from sim.workload import MaskName, Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.workload import MaskName, Workload, load_model
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.errors import InputError
+from sim.base.errors import InputError
+from sim.schedule.ir.fragments import Fragment, Port
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
     AdamW,
@@ -30,7 +31,7 @@ from sim.schedule.ir.ops import (
     Unpack,
     Zero,
 )
-from sim.schedule.ir.program import Fragment, Port, Schedule
+from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
@@ -38,7 +39,7 @@ from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.scope import HEADED, units
 from sim.schedule.proof.check import Checked, check
 from sim.schedule.proof.supersteps import Supersteps
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 

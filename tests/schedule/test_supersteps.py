@@ -9,12 +9,12 @@ from random import Random
 import msgspec
 import pytest
 
-from sim.errors import InputError, ScheduleError
-from sim.mesh import Mesh
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.declare import rebound
+from sim.schedule.ir.fragments import Call, Fragment
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import AllGather, Gemm
-from sim.schedule.ir.program import Call, Communicator, Fragment, Header, Program, Schedule
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import block_of
@@ -24,7 +24,8 @@ from sim.schedule.proof.check import Checked, check
 from sim.schedule.proof.contents import coalesced
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload, load_model
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload, load_model
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, make_model
 from tests.schedule.mutation_operators import OPERATORS
 from tests.schedule.test_fragments import layered

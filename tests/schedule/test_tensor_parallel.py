@@ -11,13 +11,13 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.mesh import Mesh
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import AllGather, Copy, Gemm, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.proof.check import check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import make_model, sweep_but
 from tests.schedule.tensor_parallel import tensor_parallel
 from tests.schedule.test_check_catches import refuses

@@ -12,7 +12,7 @@ from sim.schedule.ir.ops import Accumulate, AllGather, EmbedBackward, Gemm, Redu
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.scope import HEADED, ROOT, units
-from sim.workload import Workload
+from sim.words.workload import Workload
 from tests.helpers import by_tier, slow_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import STACKS, errors_of, make_step, step

@@ -11,12 +11,11 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.engine.cost import CostModel
-from sim.engine.jitter import Jitter
-from sim.engine.phases import Flow
-from sim.errors import InputError
-from sim.memory import walks
-from sim.profile import load_profile
+from sim.accounts.memory import walks
+from sim.base.errors import InputError
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Flow
+from sim.engine.play.jitter import Jitter
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.derive.tiles import tiles
 from sim.schedule.ir.ops import Gemm, Kernel, Op, TiledMlp, TiledMlpBackward
@@ -26,8 +25,9 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.tiling import block_in_tiles
 from sim.schedule.proof.check import check
-from sim.workload import Workload
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from sim.words.profile import load_profile
+from sim.words.workload import Workload
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import by_tier, make_model, slow_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_step import is_exact, make_step, replaced, step

@@ -4,8 +4,7 @@ from typing import Literal
 
 import pytest
 
-from sim.engine.simulate import simulate
-from sim.mesh import Mesh
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.ops import COMPUTE, HOST, AllToAll, Exchange, HostSync
 from sim.schedule.methods.ulysses import build as ulysses
 from sim.schedule.methods.upipe import UPipeOptions
@@ -13,7 +12,8 @@ from sim.schedule.methods.upipe import build as upipe
 from sim.schedule.methods.usp import UspOptions
 from sim.schedule.methods.usp import build as usp
 from sim.schedule.proof.check import Checked, check
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
 from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 

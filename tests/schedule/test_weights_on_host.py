@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from sim.engine.simulate import STEADY, simulate
-from sim.errors import InputError
-from sim.footprint import footprint
-from sim.memory import terms_in_use, walks
-from sim.options import WeightsPlace
+from sim.accounts.footprint import footprint
+from sim.accounts.memory import terms_in_use, walks
+from sim.base.errors import InputError
+from sim.engine.play.simulate import STEADY, simulate
 from sim.schedule.ir.ops import FETCH, AllGather, HostAdamW, HostCopy
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.scope import units
 from sim.schedule.proof.check import Checked
-from sim.workload import DTYPE_BYTES
-from tests.engine.test_engines import Cell, require_equal, requires_compiler
+from sim.words.options import WeightsPlace
+from sim.words.workload import DTYPE_BYTES
+from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import make_cluster_spec, slow_but, sweep_but
 from tests.schedule.test_check_catches import refuses
 from tests.schedule.test_lora import of

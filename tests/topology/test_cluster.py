@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sim.errors import InputError
-from sim.presets import preset_names
+from sim.base.errors import InputError
+from sim.base.presets import preset_names
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster, load_cluster
 from topology.specs import LinkSpec, NicSpec, PerGpu

@@ -9,15 +9,15 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from sim.engine.cost import CostModel
-from sim.engine.least import least_seconds, needs
-from sim.engine.phases import Flow, Latency
-from sim.engine.simulate import simulate
-from sim.errors import InputError
+from sim.base.errors import InputError
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Flow, Latency
+from sim.engine.play.simulate import simulate
+from sim.engine.traffic.least import least_seconds, needs
 from sim.schedule.ir.ops import AllToAll, Collective
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.workload import Workload, load_model
 from topology.cluster import Cluster, load_cluster
 from topology.kinds import CircuitsSpec, Fabric, FullMeshSpec, MeshSpec, TorusSpec
 from topology.lab import NETWORKS, PAYLOAD, lab_spec

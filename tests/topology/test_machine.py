@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from experiments.verbs import cli
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.setup.setup import Setup
 from topology.cluster import Cluster, load_cluster
-from topology.machine import Machine, machine
+from topology.detect.machine import Machine, machine
+from topology.detect.tools import GpuFacts, RdmaDevice, Topology, read_gpus, read_rdma, read_topology
 from topology.specs import ClusterSpec
-from topology.tools import GpuFacts, RdmaDevice, Topology, read_gpus, read_rdma, read_topology
 
 PRINTED = Path(__file__).with_name("printed")
 H100 = GpuFacts("NVIDIA H100 80GB HBM3", 81559 * 2**20, 700.0, 5, 16)

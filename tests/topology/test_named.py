@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 
 import longstep
-from sim.engine.collectives import link_traffic
-from sim.engine.least import least_seconds, needs
-from sim.errors import InputError
-from sim.presets import override
+from sim.base.errors import InputError
+from sim.base.presets import override
+from sim.engine.traffic.collectives import link_traffic
+from sim.engine.traffic.least import least_seconds, needs
 from topology.cluster import Cluster, load_cluster
 
 

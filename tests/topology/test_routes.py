@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.errors import InputError
-from sim.presets import preset_names
+from sim.base.errors import InputError
+from sim.base.presets import preset_names
 from tests.helpers import slow_but
 from topology.cluster import Cluster, Route, load_cluster
-from topology.fabrics import socket_of
+from topology.fabric.fabrics import socket_of
 from topology.specs import ClusterSpec, DramSpec, HostSpec, LinkSpec, NicSpec, PcieSpec, SocketSpec
 
 RATES = st.sampled_from([1e9, 3e9, 25e9, 7.3e10])

@@ -10,16 +10,17 @@ import msgspec
 import networkx as nx
 import pytest
 
-from sim.engine.cost import CostModel
-from sim.engine.phases import Flow, Latency
-from sim.engine.simulate import simulate
-from sim.errors import InputError
-from sim.profile import load_profile
+from sim.base.errors import InputError
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.phases import Flow, Latency
+from sim.engine.play.simulate import simulate
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
-from sim.workload import Workload, load_model
+from sim.words.profile import load_profile
+from sim.words.workload import Workload, load_model
 from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
+from topology.fabric.switches import leaf, trunks
 from topology.kinds import (
     CircuitsSpec,
     DragonflyPlusSpec,
@@ -33,7 +34,6 @@ from topology.kinds import (
     TorusSpec,
 )
 from topology.specs import ClusterSpec
-from topology.switches import leaf, trunks
 
 TREES: list[tuple[Switched, int]] = [
     (FatTreeSpec(below=(64,)), 4),

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, assert_never
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
 from sim.schedule.derive.show import window

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.kept import kept
-from sim.options import AttentionName
+from sim.base.kept import kept
 from sim.schedule.derive.tiles import tiles
 from sim.schedule.ir.forms import Form
+from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import (
     Attend,
@@ -45,8 +45,9 @@ from sim.schedule.ir.ops import (
     TiledKernel,
     TiledMlpBackward,
 )
-from sim.schedule.ir.program import Fragment, Program, alone
-from sim.workload import DTYPE_BYTES, Dtype
+from sim.schedule.ir.program import Program, alone
+from sim.words.options import AttentionName
+from sim.words.workload import DTYPE_BYTES, Dtype
 
 TILE = 128
 """Queries (keys in the backward pass) of a block, in all versions of flash-attention; and vice versa."""

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple, assert_never
 
-from sim.errors import ScheduleError
-from sim.kept import kept
+from sim.base.errors import ScheduleError
+from sim.base.kept import kept
 from sim.schedule.derive.replicas import num_alike, whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.program import Schedule, alone
 from sim.schedule.ir.views import Split, View
-from sim.workload import Dtype
+from sim.words.workload import Dtype
 
 Key = tuple[int, int]
 """(rank, index of the op in its program)."""

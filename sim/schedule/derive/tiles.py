@@ -26,7 +26,7 @@ from sim.schedule.ir.ops import (
 )
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, View
-from sim.workload import Dtype
+from sim.words.workload import Dtype
 
 
 class Tile(NamedTuple):

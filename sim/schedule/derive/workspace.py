@@ -16,7 +16,7 @@ from sim.schedule.derive.tiles import held_bytes, tiles
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
-from sim.workload import DTYPE_BYTES, Dtype, accumulation_dtype
+from sim.words.workload import DTYPE_BYTES, Dtype, accumulation_dtype
 
 QUERY_CHUNK, KEY_CHUNK = 1024, 4096
 """Scores that memory-efficient attention holds at once (arXiv:2112.05682 §3, its published code)."""

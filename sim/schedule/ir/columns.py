@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.kept import kept
+from sim.base.kept import kept
 from sim.schedule.ir.forms import Form, Formed
 from sim.schedule.ir.ops import HostSync
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
-from sim.errors import InputError, LengthError
-from sim.options import LayoutName, Sharding
+from sim.base.errors import InputError, LengthError
 from sim.schedule.ir.masks import Span, Tokens
-from sim.workload import Workload
+from sim.words.options import LayoutName, Sharding
+from sim.words.workload import Workload
 
 
 def contiguous(seq: int, parts: int) -> tuple[Tokens, ...]:

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from sim.errors import ScheduleError
-from sim.patterns import Part, Pattern, parts
-from sim.workload import BlockMask, MaskName, Workload
+from sim.base.errors import ScheduleError
+from sim.words.patterns import Part, Pattern, parts
+from sim.words.workload import BlockMask, MaskName, Workload
 
 
 class Span(NamedTuple):

@@ -2,7 +2,8 @@
 
 The op set is a closed union: what is common to ops they declare themselves, and every reader that treats kinds
 differently ends in ``assert_never``, so that the type checker names the reader that forgot a kind. ``reads`` and
-``writes``, all that dependencies are derived from, follow from the annotations (``declare``). Dims: ``sim.workload``.
+``writes``, all that dependencies are derived from, follow from the annotations (``declare``). Dims:
+``sim.words.workload``.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
-from sim.options import AttentionName
 from sim.schedule.ir.declare import In, InOut, Out, readers, side, writers
 from sim.schedule.ir.masks import Band, DocumentBlock, RowBlock, Tokens, rectangles
 from sim.schedule.ir.views import Data, Split, View
+from sim.words.options import AttentionName
 
 COMPUTE = "compute"
 """The stream of all kernels; every communicator has a stream of its own name."""

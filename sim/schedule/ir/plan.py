@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sim.errors import InputError
-from sim.mesh import Mesh
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import Span, Tokens
+from sim.words.mesh import Mesh
 
 
 class Task(NamedTuple):

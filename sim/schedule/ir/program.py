@@ -11,249 +11,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from sim.errors import InputError, ScheduleError
-from sim.garbage import garbage_collection_off
-from sim.kept import kept
-from sim.mesh import Mesh
-from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges, joined
-from sim.schedule.ir.declare import rebound
+from sim.base.errors import InputError, ScheduleError
+from sim.base.garbage import garbage_collection_off
+from sim.base.kept import kept
+from sim.schedule.ir.columns import DIMS, INT, Array, Columns, joined
 from sim.schedule.ir.forms import Form, Formed, formed
-from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import Communication, Exchange, Message, Op
+from sim.schedule.ir.fragments import Call, Fragment, Port
+from sim.schedule.ir.ops import Op
 from sim.schedule.ir.views import Buffer, Data, View
 from sim.schedule.ir.written import Pieces
-from sim.workload import DTYPE_BYTES, Dtype, Workload
-
-
-class Port(Data, frozen=True, kw_only=True):
-    """A tensor that comes from outside or is left for outside: which tokens and heads of which global tensor."""
-
-    tensor: str
-    """q, k, v, dout, out, lse, dq, dk or dv; of layers x, dx, and the weights and their gradients as in a block."""
-    layer: int = 0
-    view: View
-    batch: Span
-    """Which sequences of the global batch; of a weight or its gradient ONE."""
-    tokens: Tokens
-    """Of a weight or its gradient: all of its rows."""
-    heads: Span
-    features: Span | None = None
-    """Which features, of a weight columns; None for all."""
-
-    @property
-    def name(self) -> str:
-        """What people call it: the tensor, with the layer where there is more than the first."""
-        return f"{self.tensor} {self.layer}" if self.layer else self.tensor
-
-    def rebound(self, number: Mapping[int, int] | Sequence[int], layers: int = 0) -> Port:
-        """Return the port on another buffer, ``number[old]``, so many layers later."""
-        view = View(number[self.view.buffer], self.view.slices)
-        return msgspec.structs.replace(self, view=view, layer=self.layer + layers)
-
-
-@dataclass(frozen=True, eq=False)
-class Fragment:
-    """Ops that are written once and called many times, over buffers that a call gives and buffers of the call's own.
-
-    Buffers are numbered from 0, those that are given first. Layers count from that of the call.
-    """
-
-    given: tuple[Buffer, ...]
-    """What the call has to give, each another buffer."""
-    own: tuple[Buffer, ...]
-    ops: tuple[Op, ...]
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    buffer_layers: Mapping[int, int] = field(default_factory=dict)
-    """By the number of a buffer the layer that follows its name, where one does."""
-    op_layers: Mapping[int, int] = field(default_factory=dict)
-    """By the number of an op the layer that follows its label, where one does."""
-    alike: Fragment | None = None
-    """Another rank's, on the same ops and buffers, from which it differs in the tokens and heads of ports only."""
-
-    @property
-    def shared(self) -> Fragment:
-        """What stands for all fragments that are alike: what does not depend on the tokens of ports is found there."""
-        return self.alike or self
-
-    @property
-    def peers(self) -> list[int]:
-        """The ranks that its messages come from and go to, one after the other."""
-        return [some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)]
-
-    def like(self, other: Fragment) -> bool:
-        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens of ports."""
-        return (
-            [(port.tensor, port.layer, port.view) for port in (*self.inputs, *self.outputs)]
-            == [(port.tensor, port.layer, port.view) for port in (*other.inputs, *other.outputs)]
-            and len(self.inputs) == len(other.inputs)
-            and (self.buffer_layers, self.op_layers) == (other.buffer_layers, other.op_layers)
-            and (self.given, self.own, self.ops) == (other.given, other.own, other.ops)
-        )
-
-    @cached_property
-    def columns(self) -> Columns:
-        """Its ops as arrays; raises OverflowError for boxes that have no place in one."""
-        of = self.shared.alone
-        return columns_of(self.formed) if of is self else of.columns
-
-    @cached_property
-    def boxes(self) -> Array:
-        """(buffers, 2 * DIMS): the edges of its own buffers; raises OverflowError where one has more dimensions."""
-        if self.alike:
-            return self.alike.boxes
-        return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
-
-    @cached_property
-    def communication(self) -> list[int]:
-        """Which of its ops are communication."""
-        forms, which, _ = self.formed
-        return np.flatnonzero(np.array([isinstance(form.op, Communication) for form in forms], bool)[which]).tolist()
-
-    @cached_property
-    def digest(self) -> bytes:
-        """A digest of ``columns`` and ``boxes``; raises OverflowError where there are none."""
-        if self.alike:
-            return self.alike.digest
-        arrays = (self.columns.stream, self.columns.access_ends, self.columns.accesses, self.boxes)
-        found = hashlib.blake2b(repr((self.columns.streams, self.columns.syncs, list(map(len, arrays)))).encode())
-        for array in arrays:
-            found.update(np.ascontiguousarray(array).data)
-        return found.digest()
-
-    @cached_property
-    def formed(self) -> Formed:
-        """Its ops by their forms."""
-        of, inputs = self.shared.alone, {port.view.buffer: port.tensor for port in self.inputs}
-        return formed(self.ops, self.own, inputs) if of is self else of.formed
-
-    @cached_property
-    def alone(self) -> Fragment:
-        """The same, given nothing: all buffers are its own. Names leave out layers."""
-        if not (self.given or self.buffer_layers or self.op_layers):
-            return self
-        return Fragment((), (*self.given, *self.own), self.ops, self.inputs, self.outputs)
-
-    @cached_property
-    def written(self) -> frozenset[int]:
-        """Which of the buffers that it is given it writes to."""
-        if self.alike:
-            return self.alike.written
-        count = len(self.given)
-        return frozenset(view.buffer for op in self.ops for view in op.writes if view.buffer < count)
-
-    @cached_property
-    def overwritten(self) -> frozenset[int]:
-        """Which of the buffers that it is given it writes to as a whole before it uses any of them: what they held
-        does not matter.
-        """
-        if self.alike:
-            return self.alike.overwritten
-        found, used = set(), set(range(len(self.given), len(self.given) + len(self.own)))
-        for op in self.ops:
-            used.update([view.buffer for view in op.reads])
-            for view in op.writes:
-                if view.buffer not in used and view.shape == self.given[view.buffer].shape:
-                    found.add(view.buffer)
-                used.add(view.buffer)
-        return frozenset(found)
-
-    def of_replica(self, ranks: int, sequences: int, rows: Mapping[str, int]) -> Fragment:
-        """Return what a replica does in its place whose ranks and sequences are numbered so many later; itself where it
-        names none. ``rows`` says by tensor how many later those of weights are, 0 where it does not.
-        """
-        buffers = (*self.given, *self.own)
-
-        def port(one: Port) -> Port:
-            if "b" not in buffers[one.view.buffer].dims:  # a weight, which is of no sequence
-                later = rows.get(one.tensor, 0)
-                tokens = tuple([span.moved(later) for span in one.tokens])
-                return msgspec.structs.replace(one, tokens=tokens) if later else one
-            return msgspec.structs.replace(one, batch=one.batch.moved(sequences))
-
-        def messages(some: tuple[Message, ...]) -> tuple[Message, ...]:
-            return tuple(Message(message.peer + ranks, message.view) for message in some)
-
-        def op(one: Op) -> Op:
-            if not isinstance(one, Exchange):
-                return one
-            return msgspec.structs.replace(one, sends=messages(one.sends), recvs=messages(one.recvs))
-
-        if not (self.inputs or self.outputs or any(isinstance(one, Exchange) for one in self.ops)):
-            return self
-        inputs, outputs = (tuple(map(port, ports)) for ports in (self.inputs, self.outputs))
-        return dataclasses.replace(self, ops=tuple(map(op, self.ops)), inputs=inputs, outputs=outputs, alike=None)
-
-    def program(self, rank: int, layer: int = 0) -> Program:
-        """Return a program that does nothing else, of a rank, as of a layer; names leave out layers."""
-        return Program.of_calls(rank, [Call(self.alone, layer=layer)])
-
-
-class Call(NamedTuple):
-    """A fragment on some buffers of a program."""
-
-    fragment: Fragment
-    given: tuple[int, ...] = ()
-    """The numbers of what it is given, in the program."""
-    first: int = 0
-    """The number of the first of its own buffers; the others follow."""
-    layer: int = 0
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The numbers, in the program, of all buffers of the fragment."""
-        own = range(self.first, self.first + len(self.fragment.own))
-        return (*self.given, *own) if self.given else own
-
-    @property
-    def buffers(self) -> Iterable[Buffer]:
-        """Its own buffers, as they are called in the program."""
-        of_layer, before = self.fragment.buffer_layers, len(self.fragment.given)
-        if not of_layer:
-            return self.fragment.own
-        buffers = list(self.fragment.own)
-        for number, layer in of_layer.items():
-            if number >= before:
-                named = f"{buffers[number - before].name} {layer + self.layer}"
-                buffers[number - before] = msgspec.structs.replace(buffers[number - before], name=named)
-        return buffers
-
-    @property
-    def ops(self) -> Iterable[Op]:
-        """Its ops, on buffers of the program."""
-        ops, numbers = self.fragment.ops, self.numbers
-        if self._is_as_written and not self.fragment.op_layers:
-            return ops
-        return [rebound(op, numbers, label=label) for op, label in zip(ops, self.labels, strict=True)]
-
-    @property
-    def labels(self) -> list[str]:
-        """What its ops are called in the program."""
-        labels = [op.label for op in self.fragment.ops]
-        for number, layer in self.fragment.op_layers.items():
-            labels[number] += f" {layer + self.layer}"
-        return labels
-
-    def ports(self, ports: Iterable[Port]) -> Iterable[Port]:
-        """Return inputs or outputs of its fragment, on buffers of the program."""
-        if self._is_as_written:
-            return ports
-        numbers = self.numbers
-        return [port.rebound(numbers, self.layer) for port in ports]
-
-    @property
-    def _is_as_written(self) -> bool:
-        """Whether its buffers have the numbers that they have in the fragment, and its layers, too."""
-        return not (self.given or self.first or self.layer)
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, Dtype, Workload
 
 
 class Program:
@@ -280,6 +56,11 @@ class Program:
         program = Program(rank=rank, buffers=(), ops=())
         program.calls = tuple(calls)
         return program
+
+    @staticmethod
+    def of_fragment(fragment: Fragment, rank: int, layer: int = 0) -> Program:
+        """Return the program of a rank that does nothing but a fragment, as of a layer; names leave out layers."""
+        return Program.of_calls(rank, [Call(fragment.alone, layer=layer)])
 
     @property
     def num_ops(self) -> int:
@@ -350,7 +131,7 @@ class Program:
 
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
-        return b"".join(Pieces().of(self))
+        return b"".join(Pieces().of(self.rank, self.calls))
 
     @staticmethod
     def from_json(data: bytes) -> Program:
@@ -562,7 +343,8 @@ class Schedule:
         pieces = Pieces()
         for place, rank in enumerate(self.header.mesh.first_replica if self.replicated else range(self.num_ranks)):
             yield b"," if place else b""
-            yield from pieces.of(self.program(rank))
+            program = self.program(rank)
+            yield from pieces.of(program.rank, program.calls)
         yield b"]}"
 
     @staticmethod

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from sim.schedule.ir.masks import Span
-from sim.workload import Dtype, ModelSpec, accumulation_dtype
+from sim.words.workload import Dtype, ModelSpec, accumulation_dtype
 
 Kind = Literal["weight", "weight gradient", "moment", "updated", "square", "activation", "gradient"]
 """moment: what an optimiser keeps of a weight; updated: what it makes of that and of the weight; square: the sum of the

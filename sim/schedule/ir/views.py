@@ -8,8 +8,8 @@ from typing import Literal
 
 import msgspec
 
-from sim.options import Place
-from sim.workload import DTYPE_BYTES, Dtype
+from sim.words.options import Place
+from sim.words.workload import DTYPE_BYTES, Dtype
 
 Category = Literal[
     "parameter", "gradient", "optimiser", "saved", "attention", "communication", "repartition", "other"

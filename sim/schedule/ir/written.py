@@ -6,15 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from sim.kept import kept
+from sim.base.kept import kept
 from sim.schedule.ir.declare import rebound
-
-if TYPE_CHECKING:
-    from sim.schedule.ir.program import Call, Fragment, Program
+from sim.schedule.ir.fragments import Call, Fragment
 
 _encode = msgspec.json.encode
 _FEW = 2
@@ -29,9 +27,10 @@ class Pieces:
     def __init__(self) -> None:
         self._before: dict[object, bytes] = {}
 
-    def of(self, program: Program) -> Iterator[bytes]:
-        """Yield the JSON of a program, which is that of all of its buffers, ops and ports, piece by piece."""
-        calls = program.calls
+    def of(self, rank: int, calls: Sequence[Call]) -> Iterator[bytes]:
+        """Yield the JSON of the program of a rank, which is that of all buffers, ops and ports of its calls, piece by
+        piece.
+        """
         often = Counter(id(call.fragment) for call in calls)
         before, self._before = self._before, {}
 
@@ -44,7 +43,7 @@ class Pieces:
         def ops(call: Call) -> bytes:
             return _ops(call) if often[id(call.fragment)] > _FEW else _items(call.ops)
 
-        yield b'{"rank":%d,"buffers":[' % program.rank
+        yield b'{"rank":%d,"buffers":[' % rank
         yield from _listed(known("buffers", call, _buffers) for call in calls)
         yield b'],"ops":['
         yield from _listed(known("ops", call, ops) for call in calls)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sim.mesh import Mesh
-from sim.options import SumOptions
 from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Span, Tokens, mask_of
 from sim.schedule.ir.ops import AllGather, Copy, ReduceScatter
@@ -21,7 +19,9 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import SumOptions
+from sim.words.workload import DTYPE_BYTES, Workload, gradient_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import OverlapOptions, SumOptions
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import CAUSAL, FULL, Tokens
 from sim.schedule.ir.ops import Attend, Exchange, HostSync, Message
@@ -25,7 +23,9 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, all_heads
 from sim.schedule.write.blocks import Block
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import OverlapOptions, SumOptions
+from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sim.errors import InputError
-from sim.kept import kept
-from sim.mesh import Axis, Mesh, require_ranks
+from sim.base.errors import InputError
+from sim.base.kept import kept
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods import allgather, balanced_ring, double_ring, fpdt, linear, ring, single, ulysses, upipe, usp
 from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.ring import RingOptions
-from sim.workload import ModelSpec, Workload
+from sim.words.mesh import Axis, Mesh, require_ranks
+from sim.words.workload import ModelSpec, Workload
 
 Build = Callable[..., Schedule]
 """``build(workload, mesh)``; what else its signature names it is given: ``options``, a struct or a dataclass whose

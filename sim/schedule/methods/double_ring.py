@@ -15,9 +15,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import LayoutName, SumOptions
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import laid_out, num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Accumulate
@@ -32,7 +30,9 @@ from sim.schedule.write.blocks import Block, kept_blocks
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.halves import HostMasks
 from sim.schedule.write.hops import Lane, hop, to_send
-from sim.workload import DTYPE_BYTES, Workload, gradient_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import LayoutName, SumOptions
+from sim.words.workload import DTYPE_BYTES, Workload, gradient_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from sim.errors import InputError, LengthError
-from sim.mesh import Mesh
-from sim.options import SumOptions
+from sim.base.errors import InputError, LengthError
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import Mask, Tokens, mask_of
 from sim.schedule.ir.ops import COMPUTE, FETCH, OFFLOAD, Barrier, HostSync
@@ -35,7 +33,9 @@ from sim.schedule.write.blocks import Block, blocks
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.head_trade import HeadTrade, TradeOptions
 from sim.schedule.write.inputs import NAMES, Inputs, Name, Whole
-from sim.workload import Dtype, Workload, gradient_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import SumOptions
+from sim.words.workload import Dtype, Workload, gradient_dtype
 
 MOST_CHUNKS = 256
 """Of a sequence: what is written of a step grows with their square."""

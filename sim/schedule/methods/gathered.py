@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from sim.mesh import Mesh
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import AllGather, Copy, ReduceScatter
@@ -20,7 +19,8 @@ from sim.schedule.methods.allgather import AllGatherAttention, AllGatherOptions,
 from sim.schedule.write.accumulate import GradientSum
 from sim.schedule.write.blocks import together
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Dtype, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import Dtype, Workload
 
 
 def gathered(plan: Plan, name: str = "gathered") -> Callable[..., Schedule]:

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import OverlapOptions
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.ops import (
     Accumulate,
@@ -32,7 +30,9 @@ from sim.schedule.ir.views import Category, View
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import OverlapOptions
+from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

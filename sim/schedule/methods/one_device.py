@@ -11,14 +11,15 @@ from itertools import accumulate
 
 import msgspec
 
-from sim.mesh import Mesh
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Transfer
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import rebound
-from sim.schedule.ir.program import Port, Program, Schedule
+from sim.schedule.ir.fragments import Port
+from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Buffer, Split, View, part_of
 from sim.schedule.proof.check import Checked
+from sim.words.mesh import Mesh
 
 
 def on_one_device(checked: Checked) -> Schedule:

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import OverlapOptions, SumOptions
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
@@ -28,7 +26,9 @@ from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumul
 from sim.schedule.write.attention import Saved, Shard, all_heads
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.movement import Attended, Division, Held, Movement, Rows, movement, num_rows, starts
-from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype, gradient_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import OverlapOptions, SumOptions
+from sim.words.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype, gradient_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

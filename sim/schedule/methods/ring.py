@@ -13,9 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import LayoutName, OverlapOptions, Sharding, SumOptions
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import laid_out, num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Delta, Hold
@@ -28,7 +26,9 @@ from sim.schedule.write.blocks import Block, kept_blocks
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.halves import Halves, HostMasks
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
-from sim.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import LayoutName, OverlapOptions, Sharding, SumOptions
+from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype, gradient_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

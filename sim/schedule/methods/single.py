@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import AttentionName, LayerOptions
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import contiguous
 from sim.schedule.ir.masks import Band, Documents, mask_of
 from sim.schedule.ir.ops import Attend, AttendBackward
@@ -17,7 +15,9 @@ from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import Saved, Shard, all_heads, attention_flops, needs_forward
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.options import AttentionName, LayerOptions
+from sim.words.workload import Workload
 
 _SOURCES: dict[AttentionName, str] = {
     "flash": "arXiv:2307.08691 §4.1",

@@ -1,14 +1,14 @@
 """One op by itself, on every rank at once: attention of some queries to some keys, or communication of some bytes.
 
-What others have timed of a step, or in a microbenchmark, is compared with it (``experiments.evidence.published``).
+What others have timed of a step, or in a microbenchmark, is compared with it
+(``experiments.evidence.papers.published``).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from sim.errors import InputError
-from sim.mesh import AXES, Mesh
+from sim.base.errors import InputError
 from sim.schedule.ir import ops
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
@@ -16,7 +16,8 @@ from sim.schedule.ir.views import TOKENS, Data, Split, View
 from sim.schedule.write.attention import all_heads
 from sim.schedule.write.blocks import blocks
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Count, Workload
+from sim.words.mesh import AXES, Mesh
+from sim.words.workload import DTYPE_BYTES, Count, Workload
 
 
 class Attended(Data, frozen=True, kw_only=True):

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sim.errors import InputError
-from sim.mesh import Mesh
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import contiguous, num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.program import Communicator, Schedule
@@ -21,7 +20,8 @@ from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import DistributedAttention, Saved, Shard, all_heads
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.head_trade import HeadTrade, TradeOptions
-from sim.workload import DTYPE_BYTES, ModelSpec, Workload
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload
 
 Inside = Callable[[ProgramBuilder, Shard], DistributedAttention]
 """Makes the attention of the heads that a rank was given."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sim.errors import InputError
-from sim.mesh import Mesh
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Tokens
 from sim.schedule.ir.program import Communicator, Schedule
@@ -27,7 +26,8 @@ from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.head_trade import HeadTrade
 from sim.schedule.write.inputs import NAMES, HeadsInTurn, Inputs, Part, Whole
-from sim.workload import Workload, gradient_dtype
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload, gradient_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

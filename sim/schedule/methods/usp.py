@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sim.mesh import Mesh
-from sim.options import LayoutName
 from sim.schedule.ir.layout import laid_out, shared_out
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.methods.ring import RingAttention, RingOptions, check_backward, ring_bytes, ring_communicators
@@ -19,7 +17,9 @@ from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import DistributedAttention, Shard, all_heads
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.head_trade import TradeOptions
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.options import LayoutName
+from sim.words.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

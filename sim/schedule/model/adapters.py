@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple, get_args
 
-from sim.options import ModulesName
 from sim.schedule.ir.ops import Scale
 from sim.schedule.ir.tensors import Axis, Tensor, d
 from sim.schedule.model.equations import Equation, add, linear, scaled
-from sim.workload import LoraTarget, ModelSpec
+from sim.words.options import ModulesName
+from sim.words.workload import LoraTarget, ModelSpec
 
 
 class Adapter(NamedTuple):

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from sim.errors import InputError
-from sim.options import ModulesName
+from sim.base.errors import InputError
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.adapters import Linear, adapted, adapts_mlp
 from sim.schedule.model.equations import (
@@ -31,7 +30,8 @@ from sim.schedule.model.equations import (
     scaled,
     swiglu,
 )
-from sim.workload import LoraTarget, ModelSpec, QkNormName
+from sim.words.options import ModulesName
+from sim.words.workload import LoraTarget, ModelSpec, QkNormName
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
 gate, up, act = (Tensor(name, "activation", ("ffn",)) for name in ("gate", "up", "act"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.equations import Around, Block, Equation
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from sim.options import ModulesName
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import x
 from sim.schedule.model.equations import Equation, back, cross_entropy, eagerly, embed, linear, norm, scaled
-from sim.workload import ModelSpec
+from sim.words.options import ModulesName
+from sim.words.workload import ModelSpec
 
 ids, labels = (Tensor(name, "activation", numbers="int64") for name in ("ids", "labels"))
 h, logits = Tensor("h", "activation", ("embed",)), Tensor("logits", "activation", ("vocab",))

@@ -39,7 +39,7 @@ from sim.schedule.ir.ops import (
     TokenSum,
 )
 from sim.schedule.ir.tensors import Tensor, d
-from sim.workload import ModelSpec
+from sim.words.workload import ModelSpec
 
 
 class Equation(NamedTuple):

@@ -9,9 +9,7 @@ from collections import defaultdict
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import LayerOptions, Place
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import (
     Accumulate,
@@ -46,7 +44,9 @@ from sim.schedule.model.scope import (
 )
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions, Place
+from sim.words.workload import DTYPE_BYTES, Dtype, Workload, accumulation_dtype
 
 
 class Shards(NamedTuple):

@@ -13,9 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from sim.errors import InputError
-from sim.mesh import Mesh
-from sim.options import LayerOptions
+from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.model.block import block_of
@@ -38,7 +36,9 @@ from sim.schedule.write.attention import (
     attention_program,
 )
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Workload
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from sim.words.workload import Workload
 
 GRADIENTS = "gradients"
 """The communicator that sums the gradients of weights over all ranks."""

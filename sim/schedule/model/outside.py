@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from sim.options import LossName, ModulesName
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Accumulate
@@ -30,7 +29,8 @@ from sim.schedule.model.scope import ends_of
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import Dtype, ModelSpec
+from sim.words.options import LossName, ModulesName
+from sim.words.workload import Dtype, ModelSpec
 
 
 class Entry(Protocol):

@@ -13,7 +13,7 @@ from sim.schedule.ir.views import View
 from sim.schedule.model.scope import Unit, together, trained
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import DTYPE_BYTES, Workload
+from sim.words.workload import DTYPE_BYTES, Workload
 
 Room = tuple[View, ...]
 Reduced = tuple[View, ...]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, cast
 
-from sim.errors import InputError
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View

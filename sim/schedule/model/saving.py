@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from sim.errors import InputError
-from sim.options import Place, SavingName
+from sim.base.errors import InputError
 from sim.schedule.ir.ops import OFFLOAD, HostSync
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
@@ -14,6 +13,7 @@ from sim.schedule.model.equations import Block
 from sim.schedule.model.write import Kept, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.nests import flatten, mapped
+from sim.words.options import Place, SavingName
 
 
 class Visit(NamedTuple):

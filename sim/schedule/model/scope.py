@@ -26,7 +26,7 @@ from sim.schedule.model.ends import (
     w_head,
 )
 from sim.schedule.model.equations import Equation, back, beside, eagerly
-from sim.workload import ModelSpec, Workload
+from sim.words.workload import ModelSpec, Workload
 
 
 class Unit(NamedTuple):

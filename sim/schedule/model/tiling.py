@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sim.options import MlpName, ModulesName
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import Tile, block_of
 from sim.schedule.model.equations import Block, Equation
 from sim.schedule.model.params import Params
 from sim.schedule.model.write import TokenWriter
-from sim.workload import Workload
+from sim.words.options import MlpName, ModulesName
+from sim.words.workload import Workload
 
 Tiling = Callable[[tuple[Equation, ...], TokenWriter], Iterator[Tensor]]
 """Appends equations for all rows of a writer, some at a time; yields each result once it is complete."""

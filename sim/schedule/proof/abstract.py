@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from typing import Any, assert_never
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
@@ -15,8 +15,9 @@ from sim.schedule.derive.show import window
 from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import CAUSAL, mask_of
-from sim.schedule.ir.program import Port, Program, Schedule
+from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.scope import is_sum, kind_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
@@ -26,7 +27,7 @@ from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
-from sim.workload import ModelSpec
+from sim.words.workload import ModelSpec
 
 
 class AbstractPlayer(Interpreter):

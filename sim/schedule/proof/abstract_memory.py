@@ -6,9 +6,10 @@ from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.program import Port, Program
+from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, Slices, Split, View
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import (

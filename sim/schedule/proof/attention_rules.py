@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Band, DocumentBlock, Documents, Mask, Span, count_pairs, keeps_mask, keeps_parts
 from sim.schedule.model.scope import is_sum, kind_of, num_terms
 from sim.schedule.proof.contents import (
@@ -31,7 +31,7 @@ from sim.schedule.proof.contents import (
     spell,
 )
 from sim.schedule.proof.members import content_of_member, span_of_member
-from sim.workload import ModelSpec
+from sim.words.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]
 """What a block keeps by local indices."""

@@ -5,7 +5,7 @@ unmasked (query, key) pair of every head is attended exactly once in each pass, 
 owner, and that FLOPs and bytes equal what the builder claims. Which inputs are allowed and which outputs due it knows
 of schedules with claims only; others, as those that time a link, are free to compute what they like. Races between ops
 are excluded by construction, since dependencies are derived from the same views that are played here (what is used anew
-of memory, by ``sim.memory``); an op that collides with itself is refused.
+of memory, by ``sim.accounts.memory``); an op that collides with itself is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NamedTuple
 
-from sim.errors import InputError, ScheduleError
-from sim.garbage import garbage_collection_off
+from sim.base.errors import InputError, ScheduleError
+from sim.base.garbage import garbage_collection_off
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_flops, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
@@ -28,7 +28,7 @@ from sim.schedule.proof.classes import is_proved_by_classes
 from sim.schedule.proof.contents import Unclassed
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.proof.wellformed import check_program
-from sim.workload import Workload
+from sim.words.workload import Workload
 
 
 class RankSchedule(NamedTuple):

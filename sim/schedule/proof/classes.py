@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from functools import cache, reduce
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Group, Key, Matching, Transfer
 from sim.schedule.derive.replicas import whole_group

@@ -12,7 +12,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import Span
 
 ZERO = "zero"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span, count_pairs
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, Box, Content, Piece, Seen, brief, common, replaced, seeing, spell, union

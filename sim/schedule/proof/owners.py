@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import ONE, Span
-from sim.schedule.ir.program import Port, Program, Schedule
+from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.scope import tensor_of, trained, units, updated
 from sim.schedule.proof.contents import Content, spell, union
-from sim.workload import Workload
+from sim.words.workload import Workload
 
 
 def check_owners(schedule: Schedule) -> None:

@@ -10,7 +10,7 @@ from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import tensor_of
@@ -27,7 +27,7 @@ from sim.schedule.proof.contents import (
     spell,
     union,
 )
-from sim.workload import ModelSpec
+from sim.words.workload import ModelSpec
 
 
 class _Axis(NamedTuple):

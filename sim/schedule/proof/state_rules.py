@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, assert_never
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.tensors import Tensor, d
@@ -15,7 +15,7 @@ from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, un
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs, union
 from sim.schedule.proof.token_rules import behind
-from sim.workload import ModelSpec, Workload
+from sim.words.workload import ModelSpec, Workload
 
 
 class StateRules(NamedTuple):

@@ -21,7 +21,8 @@ import msgspec
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.matching import match, wire_bytes
 from sim.schedule.ir.forms import Form
-from sim.schedule.ir.program import Fragment, Program, Schedule
+from sim.schedule.ir.fragments import Fragment
+from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.tensors import OF_TOKENS
 from sim.schedule.ir.views import Buffer
 from sim.schedule.model.scope import kind_of
@@ -67,7 +68,7 @@ class Supersteps:
         self.all = list(zip(*(program.calls for program in self.programs), strict=True))
         sound = set[Form]()
         for rank, fragment in {(p.rank, call.fragment): None for p in self.programs for call in p.calls}:
-            check_program(fragment.program(rank), schedule, sound)
+            check_program(Program.of_fragment(fragment, rank), schedule, sound)
         self._plain = msgspec.structs.replace(schedule.header, claims=None)
         self.kinds = Counter(tuple([call.fragment for call in calls]) for calls in self.all)
         """How often the same fragments meet."""
@@ -80,7 +81,7 @@ class Supersteps:
             _check_bindings(self.programs[ranks[0]])
         self._matchings = {kind: match(superstep) for kind, superstep in alone.items()}
         fragments = dict.fromkeys(fragment.shared for kind in self.kinds for fragment in kind)
-        derived = {fragment: derive(fragment.program(rank=0)) for fragment in fragments}
+        derived = {fragment: derive(Program.of_fragment(fragment, rank=0)) for fragment in fragments}
         self._dependencies = {kind: [derived[fragment.shared] for fragment in kind] for kind in self.kinds}
         self.wire_bytes = sum(
             count * wire_bytes(alone[kind], self._matchings[kind]) for kind, count in self.kinds.items()
@@ -114,7 +115,8 @@ class Supersteps:
 
     def _alone(self, kind: Sequence[Fragment], layers: Sequence[int]) -> Schedule:
         """Return fragments that meet as a schedule of their own."""
-        programs = [one.program(rank, layer) for rank, (one, layer) in enumerate(zip(kind, layers, strict=True))]
+        calls = enumerate(zip(kind, layers, strict=True))
+        programs = [Program.of_fragment(one, rank, layer) for rank, (one, layer) in calls]
         return Schedule(self._plain, programs.__getitem__, whole=self._schedule.whole)
 
     def play(self) -> None:
@@ -195,7 +197,7 @@ class Supersteps:
                         seen = (call.fragment, place, kept, member, call.layer - base)
                         if seen not in known:
                             known.add(seen)
-                            alone = call.fragment.program(rank, call.layer - base)
+                            alone = Program.of_fragment(call.fragment, rank, call.layer - base)
                             memory = AbstractMemory(alone, self._rules)
                             memory.hold(port.view.buffer, self._moved(kept))
                             check_output(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import UNSET
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
 from sim.schedule.ir.ops import (
     Accumulate,
@@ -30,7 +30,7 @@ from sim.schedule.model.scope import ROOT, equations, is_sum, kind_of, tensor_of
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
 from sim.schedule.proof.part_rules import Part, joined, parts_of
-from sim.workload import ModelSpec
+from sim.words.workload import ModelSpec
 
 
 def _key(kind: type[Op], variant: tuple[object, ...], operands: list[tuple[str, int]]) -> tuple[object, ...]:

@@ -8,19 +8,20 @@ from itertools import combinations
 
 import numpy as np
 
-from sim.errors import ScheduleError
+from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
 from sim.schedule.ir.forms import Form
+from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import FULL, sharing_a_pair
-from sim.schedule.ir.program import Header, Port, Program, Schedule
+from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
 from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import kind_of, tensor_of, with_options
 from sim.schedule.proof.contents import FAR, spell
-from sim.workload import Dtype, ModelSpec, Workload, accumulation_dtype
+from sim.words.workload import Dtype, ModelSpec, Workload, accumulation_dtype
 
 
 def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from sim.options import SumOptions
 from sim.schedule.ir.ops import Accumulate, Attend, AttendBackward, Merge, Zero
 from sim.schedule.ir.views import Category, View
 from sim.schedule.write.attention import Saved
 from sim.schedule.write.blocks import Block
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import accumulation_dtype
+from sim.words.options import SumOptions
+from sim.words.workload import accumulation_dtype
 
 
 class _Filled:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from sim.errors import InputError
-from sim.options import AttentionName
+from sim.base.errors import InputError
 from sim.schedule.ir.masks import Span, Tokens, count_pairs, mask_of
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
 from sim.schedule.write.builder import ProgramBuilder
-from sim.workload import ModelSpec, Workload
+from sim.words.options import AttentionName
+from sim.words.workload import ModelSpec, Workload
 
 
 class Shard(NamedTuple):

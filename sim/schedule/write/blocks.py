@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from sim.options import Sharding
 from sim.schedule.ir.masks import (
     FULL,
     Band,
@@ -32,6 +31,7 @@ from sim.schedule.ir.masks import (
     meeting,
     simplified,
 )
+from sim.words.options import Sharding
 
 
 class Block(NamedTuple):

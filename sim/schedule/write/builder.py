@@ -7,17 +7,18 @@ from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
 
-from sim.errors import ScheduleError
-from sim.options import Place, SumOptions
+from sim.base.errors import ScheduleError
 from sim.schedule.ir.declare import rebound
+from sim.schedule.ir.fragments import Call, Fragment, Port
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Attend, AttendBackward, Copy, HostCopy, HostSync, Op, Part
-from sim.schedule.ir.program import Call, Fragment, Port, Program
+from sim.schedule.ir.program import Program
 from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
-from sim.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
+from sim.words.options import Place, SumOptions
+from sim.words.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
 
 Views = TypeVarTuple("Views")
 Result = TypeVar("Result")

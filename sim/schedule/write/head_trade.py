@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from sim.options import LayerOptions
 from sim.schedule.ir.ops import AllToAll, Copy, Fold, Hold, HostSync
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import HEADS, TOKENS, Category, Split, View
 from sim.schedule.write.builder import ProgramBuilder
+from sim.words.options import LayerOptions
 
 NO_HEADS: Mapping[str, Sequence[int]] = MappingProxyType({})
 """Every member gets heads by its place."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.errors import InputError, ScheduleError
+from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Band, Documents, Mask, Span, Tokens
 from sim.schedule.ir.pieces import Pieces

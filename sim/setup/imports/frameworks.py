@@ -10,8 +10,8 @@ from importlib import resources
 
 import msgspec
 
-from sim.errors import InputError, unknown
-from sim.presets import preset_names
+from sim.base.errors import InputError, unknown
+from sim.base.presets import preset_names
 from sim.setup.imports.reading import File
 
 _FOLDER = "sim/setup/imports/frameworks"

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from sim.errors import InputError
-from sim.options import OF_STEPS
+from sim.base.errors import InputError
 from sim.setup import names
 from sim.setup.global_batch import sequences_of
 from sim.setup.imports.facts import ALL_LINEAR, BLOCK, PROJECTIONS, Row, Said, Understood, targets_of, understood
@@ -22,7 +21,8 @@ from sim.setup.setup import Setup
 from sim.setup.stacks import stack_of
 from sim.software.attention import kernels_of
 from sim.software.software import load_software
-from sim.workload import ModelSpec
+from sim.words.options import OF_STEPS
+from sim.words.workload import ModelSpec
 
 CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 import yaml
 
-from sim.errors import InputError
-from sim.presets import read_bytes
+from sim.base.errors import InputError
+from sim.base.presets import read_bytes
 
 _MOST_BYTES, _MOST_LINE_BYTES, _MOST_KEYS = 2**18, 2**12, 4096
 """Of a file, of one of its lines, and in it. Configurations have a hundredth of it; parsers take the square of some."""

@@ -1,0 +1,1 @@
+"""Profiles held against their own points, and against each other."""

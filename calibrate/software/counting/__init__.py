@@ -1,0 +1,1 @@
+"""How kernels of software are counted: of layers, losses, optimisers and whole steps."""

@@ -1,0 +1,1 @@
+"""Predictions held against schedules that this project executes."""

@@ -1,0 +1,1 @@
+"""Predictions held against runs over links of set rates."""

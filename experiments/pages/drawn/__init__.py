@@ -1,0 +1,1 @@
+"""What pages are drawn with: plots, charts, tables, and the templates that hold them."""

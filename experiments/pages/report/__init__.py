@@ -1,0 +1,1 @@
+"""The report of results that were kept, by chapters."""

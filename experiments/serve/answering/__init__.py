@@ -1,0 +1,1 @@
+"""What the page that is served asks for, and its answers."""

@@ -1,0 +1,93 @@
+"""What may be chosen beside a question, and why the rest may not: each choice is tried as far as its builder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sim.base.errors import InputError
+from sim.plan.fit import using
+from sim.schedule.methods.catalog import NAMED
+from sim.setup.names import ONE_REPLICA
+from sim.setup.setup import Configuration, Setup
+from sim.setup.stacks import TECHNIQUES
+
+RATES = ("nvlink", "pcie", "nic", "hbm")
+"""Tables of a cluster whose rate a slider multiplies, where there are such."""
+
+
+def offers(setup: Setup, found: Configuration) -> Iterator[dict[str, Any]]:
+    """Yield the choices of a question, group by group, each with the reason why it is none, or an empty one."""
+    yield {"schedules": {name: _why(_by(setup, name)) for name in NAMED}}
+    yield {"gpus": found.mesh.size, "degrees": [_tried(setup, degrees, found) for degrees in _degrees(found)]}
+    yield {"techniques": dict(_techniques(setup, found, _why(setup)))}
+    yield {"sliders": _sliders(found)}
+
+
+def _by(setup: Setup, schedule: str) -> Setup:
+    """Return a setup with another schedule: on all GPUs, with the degrees that this one has by itself."""
+    gpus = setup.gpus
+    if NAMED[schedule].degrees:
+        return setup.replace(schedule=schedule, ulysses_degree=None, ring_degree=None)
+    return setup.replace(schedule=schedule, gpus=gpus, cp=None, ulysses_degree=None, ring_degree=None,
+                         dp_degree=gpus or ONE_REPLICA)  # fmt: skip
+
+
+def _why(setup: Setup) -> str:
+    """Return why a setup cannot be played, as far as that is told without writing its programs."""
+    try:
+        found = setup.replace(pad=True).resolved()
+        found.entry.schedule(found.workload, found.mesh, found.options, found.hints)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def _tried(setup: Setup, degrees: dict[str, int | None], found: Configuration) -> dict[str, Any]:
+    """Return degrees with why they cannot be had, and whether they are those of now."""
+    mesh = found.mesh
+    now = (mesh.dp, mesh.ulysses, mesh.ring)
+    same = now == (degrees["dp_degree"], degrees["ulysses_degree"] or 1, degrees["ring_degree"] or 1)
+    return {**degrees, "now": same, "why": _why(setup.replace(**degrees))}
+
+
+def _degrees(found: Configuration) -> Iterator[dict[str, int | None]]:
+    """Yield all ways to use as many GPUs as now: ranks that split heads and sequence, and replicas."""
+    gpus, axes = found.mesh.size, found.entry.degrees
+    for dp in _divisors(gpus):
+        for ulysses in _divisors(gpus // dp) if "ulysses" in axes else (1,):
+            ring = gpus // dp // ulysses
+            if ring == 1 or "ring" in axes:
+                yield {
+                    "gpus": gpus, "cp": None, "dp_degree": dp,
+                    "ulysses_degree": ulysses if "ulysses" in axes else None,
+                    "ring_degree": ring if "ring" in axes else None,
+                }  # fmt: skip
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _techniques(setup: Setup, found: Configuration, wrong: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each technique that is an option of the schedule: whether it is on, what switches it, and why it may not
+    be; what is ``wrong`` with the question anyway is no reason.
+    """
+    options = found.options
+    for name, technique in TECHNIQUES.items():
+        if "schedule" in technique.on or not all(hasattr(options, key) for key in technique.on):
+            continue
+        on = any(str(getattr(options, key)) != technique.off[key] for key in technique.on)
+        turns: Mapping[str, str] = {key: technique.off[key] for key in technique.on} if on else technique.on
+        why = _why(using(setup, turns))
+        yield name, {"on": on, "about": technique.about, "turns": turns, "why": "" if why == wrong else why}
+
+
+def _sliders(found: Configuration) -> dict[str, str]:
+    """Return the keys of figures that sliders multiply, by what they are called; only those that the cluster has."""
+    keys = {name: f"cluster.{name}.bytes_per_s" for name in RATES if getattr(found.spec, name) is not None}
+    keys["compute"] = f"cluster.gpu.peak_flops_per_s.{found.workload.dtype}"
+    keys["launch"] = "cluster.gpu.launch_s"
+    return keys

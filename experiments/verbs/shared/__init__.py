@@ -1,0 +1,1 @@
+"""What verbs share: options that choose cells, and what terminals show."""

@@ -1,0 +1,1 @@
+"""The code that each op runs, in PyTorch."""

@@ -1,0 +1,56 @@
+"""What a training step holds by the formulas of the field, to stand beside the walk of its buffers.
+
+States are those of ZeRO (arXiv:1910.02054 §3.1, §5): master weights, both moments and gradients in fp32 are 16 bytes a
+parameter, and one P-th of that where they are sharded over P ranks. Frozen weights are in the model's data type and
+have nothing else, and all of that is of adapters. Below stage 3 every rank has all weights in the
+model's data type, 2 bytes more, and at stage 1 all gradients; a shard of such weights stays on the GPU where the
+optimiser is on the host (arXiv:2101.06840 §4). Under full checkpointing (arXiv:1604.06174) a layer
+leaves its input, B · S/P · E elements, of the sequences of one micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import msgspec
+
+from sim.schedule.ir.program import Header
+from sim.schedule.model.scope import units
+from sim.words.options import LayerOptions
+from sim.words.workload import DTYPE_BYTES, accumulation_dtype
+
+
+class Footprint(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one rank, wherever they lie."""
+
+    states_bytes: int
+    """Weights, gradients and moments, when all gradients are there."""
+    saved_bytes: int | None
+    """Inputs of all layers between the passes; None where they are not all that layers leave."""
+
+
+def footprint(header: Header) -> Footprint:
+    """Return what the formulas say of a training step."""
+    workload, options = header.workload, dataclasses.asdict(LayerOptions()) | header.options
+    own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
+    shards = [one for one in header.communicators if one.name == "weights"]
+    weights, frozen = (
+        sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload) if unit.frozen == kept)
+        for kept in (False, True)
+    )
+    stage, parts = options["zero_stage"], next((len(one.groups[0]) for one in shards), 1)
+    states = own if options["optimiser_states"] == "model" else wide
+    sent = own if options["reduce"] == "model" else wide
+    works = options["optimiser"] == "host" and options["weights"] != "host-states"
+    working = weights if stage < 3 else weights // parts if works else 0
+    total = 3 * states * weights // parts + own * working
+    total += own * (frozen if stage < 3 else frozen // parts)
+    several = options["micro_batches"] > 1 or options["accumulate"] == "in-place"
+    adds_whole = stage >= 2 and several and options["sync"] == "last"
+    total += sent * weights if stage == 1 or adds_whole else states * weights // parts
+    ranks = header.mesh.size // header.mesh.dp
+    sequences = workload.batch // options["micro_batches"]
+    layer = sequences * workload.seq // ranks * workload.model.embed_dim * own
+    full = options["checkpoint"] == "full"
+    return Footprint(states_bytes=total, saved_bytes=workload.layers * layer if full else None)

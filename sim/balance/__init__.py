@@ -1,0 +1,1 @@
+"""Documents of unlike lengths on ranks: what each planner makes of them."""

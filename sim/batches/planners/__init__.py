@@ -1,0 +1,1 @@
+"""Planners: each puts documents on ranks by a rule of its own."""

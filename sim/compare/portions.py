@@ -1,0 +1,128 @@
+"""Portions of a sweep: rows that one process predicts in turn, since their schedule is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from sim.accounts.breakdown import PARTS
+from sim.accounts.memory import TERMS
+from sim.base.errors import LongstepError
+from sim.compare.axes import changed
+from sim.engine.intervals.interval import Interval
+from sim.engine.results.report import Report, report
+from sim.setup.answers.answer import degrees
+from sim.setup.prediction import Prediction
+from sim.setup.setup import Setup
+
+_LARGEST = 64
+"""Rows of a portion: what is lost where a process dies, and is played again."""
+
+Row = dict[str, Any]
+
+FIGURES = (
+    "degrees", "padding", "step_time_s", "low_s", "high_s", "tokens_per_s_per_gpu", "mfu", "ranks", "peak_hbm_bytes",
+    "peak_host_bytes", "fits", "free_bytes", "bound_by",
+)  # fmt: skip
+COLUMNS = (*FIGURES, *(f"{part}_s" for part in PARTS), *(f"{term.replace(' ', '_')}_bytes" for term in TERMS), "error")
+"""Of every row behind what is varied: degrees as ``U 4 R 2``; tokens of padding; seconds of the critical rank by part,
+bytes of the GPU's peak by term; ``free_bytes`` is what is left beside that peak and what no buffer can have
+(``topology.reserved``)."""
+
+
+class Portion(NamedTuple):
+    """Some rows of a sweep that one process plays."""
+
+    numbers: tuple[int, ...]
+    setup: Setup
+    rows: tuple[Mapping[str, str], ...]
+    """Of each what is varied."""
+    intervals: bool
+    """Whether the 90 % interval is asked for, which takes two plays more."""
+    bounds: bool
+    """Whether it is asked what bounds a step, which takes longer than to play it."""
+
+
+def portions(setup: Setup, rows: Mapping[int, Mapping[str, str]], workers: int, **asked: bool) -> list[Portion]:
+    """Return numbered rows in portions of neighbours that share a schedule, small enough for workers to end together;
+    ``asked`` are the last fields of Portion.
+    """
+    size, found = max(1, min(_LARGEST, len(rows) // (4 * workers))), []
+    for _, numbered in groupby(rows.items(), lambda one: _parted(one[1])[0]):
+        alike = list(numbered)
+        for start in range(0, len(alike), size):
+            numbers, some = zip(*alike[start : start + size], strict=True)
+            found.append(Portion(numbers, setup, some, **asked))
+    return found
+
+
+def _parted(row: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what is varied of a row beside its cluster, and what of it."""
+    cluster = {key: value for key, value in row.items() if key.startswith("cluster.")}
+    return {key: value for key, value in row.items() if key not in cluster}, cluster
+
+
+def play(portion: Portion) -> list[Row]:
+    """Return the rows of a portion; what cannot be played is a row that says why."""
+    return [_row(portion, row) for row in portion.rows]
+
+
+def _row(portion: Portion, row: Mapping[str, str]) -> Row:
+    found: Row = {**{key: str(value) for key, value in row.items()}, **dict.fromkeys(COLUMNS), "error": ""}
+    try:
+        return found | _figures(_predicted(portion.setup, row), portion)
+    except LongstepError as refused:
+        return found | {"error": str(refused)}
+    except MemoryError:
+        return found | {"error": "this machine has too little memory for it"}
+
+
+class _Last(NamedTuple):
+    """The prediction before, whose schedule serves another machine too."""
+
+    setup: Setup
+    beside: dict[str, str]
+    prediction: Prediction
+
+
+_last: list[_Last] = []
+"""Of this process."""
+
+
+def _predicted(setup: Setup, row: Mapping[str, str]) -> Prediction:
+    beside, cluster = _parted(row)
+    if cluster and _last and (_last[0].setup, _last[0].beside) == (setup, beside):
+        return _last[0].prediction.replace(set=cluster)
+    _last.clear()
+    found = changed(setup, row).predicted()
+    _last.append(_Last(setup, beside, found))
+    return found
+
+
+def _figures(prediction: Prediction, portion: Portion) -> Row:
+    """Return the columns of a prediction."""
+    found = report(prediction.simulation, with_bound=portion.bounds)
+    return columns(prediction, found, prediction.interval if portion.intervals else None)
+
+
+def columns(prediction: Prediction, found: Report, within: Interval | None) -> Row:
+    """Return the columns of a row (``COLUMNS``) but for its error, by the figures and the interval of a prediction."""
+    (low_s, high_s), room = within or (None, None), found.room
+    return {
+        "degrees": degrees(prediction),
+        "padding": prediction.checked.schedule.header.workload.padding,
+        "step_time_s": found.step_time_s,
+        "low_s": low_s,
+        "high_s": high_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "mfu": found.mfu,
+        "ranks": prediction.checked.schedule.num_ranks,
+        "peak_hbm_bytes": found.peak_hbm_bytes,
+        "peak_host_bytes": found.peak_host_bytes,
+        "fits": found.verdict,
+        "free_bytes": None if room is None else room.free_bytes,
+        "bound_by": found.bound_by or None,
+        **{f"{part}_s": taken_s for part, taken_s in found.breakdown.items()},
+        **{f"{term.replace(' ', '_')}_bytes": nbytes for term, nbytes in (room.terms if room else {}).items()},
+    }

@@ -1,0 +1,1 @@
+"""Whether a measured step is as its configuration promises, and what it points to."""

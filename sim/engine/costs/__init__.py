@@ -1,0 +1,1 @@
+"""What an op takes: from measured points, or from rates of datasheets."""

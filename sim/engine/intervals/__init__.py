@@ -1,0 +1,1 @@
+"""How far a predicted time may be off."""

@@ -1,0 +1,1 @@
+"""The players: costs of ops become times of a step."""

@@ -1,0 +1,267 @@
+"""What a simulation says: one object with the figures that ``longstep simulate --json`` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from sim.accounts.breakdown import PartName, breakdown, critical_rank
+from sim.accounts.memory import MemoryWalk, walks
+from sim.base.garbage import garbage_collection_off
+from sim.engine.intervals.interval import Interval, interval
+from sim.engine.play.simulate import Simulation
+from sim.engine.play.work import Work, of_routes, played, work_of
+from sim.engine.results.races import races
+from sim.engine.results.room import Room, Verdict, held_by_socket, room_of, tiers
+from sim.engine.results.sensitivity import NOT_ASKED, bound
+from sim.engine.traffic.least import Need, needs, rate
+from sim.schedule.ir.program import Claims
+from sim.schedule.model.layer import gemm_flops
+from sim.schedule.proof.check import Checked
+from sim.schedule.write.attention import attention_flops
+from sim.words.profile import Rates
+from topology.cluster import Cluster
+from topology.specs import ClusterSpec
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prediction rests on."""
+
+    profile: str
+    measured_on: str
+    created: str
+    complete: bool
+    rates: Rates | Literal[""] = ""
+    """Of kernels: those of short runs or those under load; empty at the rates of datasheets, and on CPUs. The default
+    is for records that ship and are older than this field.
+    """
+    notes: list[str]
+    """What was extrapolated or came from elsewhere."""
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """What training at the speed of one step takes."""
+
+    hfu: float | None
+    """FLOPs of all matrix products and of attention over the peak: with what checkpointing, tiles and fused attention
+    compute again, which ``mfu`` leaves out (arXiv:2204.02311 appendix B); None where a builder claims no FLOPs."""
+    hours_per_billion_tokens: float
+    gpu_hours_per_billion_tokens: float
+    """As many for each GPU, together."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One simulated step. Times in seconds, sizes in bytes."""
+
+    step_time_s: float
+    interval_s: Interval | None
+    """The 90 % interval; None where it was not asked for, or the profile has no residuals."""
+    step_times_s: tuple[float, ...] = ()
+    """Of each seed of noise that was played, in order; the step time is their median. The default is for records that
+    ship and are older than this field.
+    """
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    """Model FLOPs of the scope over the peak: under the mask, backward twice the forward pass, nothing recomputed."""
+    peak_hbm_bytes: int
+    """Allocated by the rank that needs most: buffers, and what kernels hold meanwhile. Context, communicators and what
+    else no buffer can have are beside it (``topology.reserved``); of training steps ``room`` adds them up."""
+    peak_host_bytes: int
+    """Of the rank that needs most of its host's memory."""
+    fits: bool | None
+    """Whether a training step does, as ``room`` says; None at the limit. Below that scope parameters and optimiser are
+    not part of it: False if buffers alone exceed a GPU's memory, or its host's; else None, not known."""
+    memory: dict[str, int]
+    """At the peak of the rank that needs most, by category."""
+    breakdown: dict[PartName, float]
+    """Of the critical rank: the one that waits least."""
+    critical_rank: int
+    bound_by: str
+    """The figure of the machine whose doubling saves most, host, or imbalance; empty where it was not asked for."""
+    floors: dict[str, float]
+    """Times that nothing can beat: by FLOPs at the peak, and by bytes on each kind of link."""
+    schedule_hash: str
+    evidence: Evidence
+    saves: dict[str, float] = {}
+    """What doubling each figure saves, as shares of the step (``sim.engine.results.sensitivity.Bound``). The default is
+    for records that ship and are older than this field.
+    """
+    room: Room | None = None
+    """The memory of a training step by its terms, and its limits; None, and not in JSON, below that scope."""
+    training: Training | None = None
+    """Of a training step, too."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits, in words."""
+        if self.fits is None:
+            return "at the limit" if self.room else "not known"
+        return "yes" if self.fits else "no"
+
+
+@garbage_collection_off()
+def report(
+    simulation: Simulation, *, with_interval: bool = False, with_bound: bool = True, with_hash: bool = True
+) -> Report:
+    """Return the figures of a simulated schedule; its interval takes two more plays, what bounds it one, and the hash
+    of the schedule as long as several.
+    """
+    (checked, cluster, *_), trace = simulation.fold, simulation.trace
+    schedule = simulation.checked.schedule
+    workload, ranks, replicas = schedule.header.workload, schedule.num_ranks, schedule.header.mesh.dp
+    step_s = trace.step_time_s
+    critical = critical_rank(trace)
+    parts = breakdown(trace, critical)
+    walked = walks(checked)
+    most = max(walked, key=lambda found: found.peak_bytes)
+    beyond_dram = _beyond_dram(walked, cluster)
+    beyond_hbm = hbm_held(walked, cluster.spec) > cluster.spec.hbm.capacity_bytes
+    room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
+    lower, bounded = floors(checked, cluster), bound(simulation) if with_bound else NOT_ASKED
+    peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
+    tokens_per_s = replicas * workload.batch * workload.real_seq / step_s if step_s else 0.0
+    return Report(
+        step_time_s=step_s,
+        interval_s=interval(simulation) if with_interval else None,
+        step_times_s=simulation.step_times_s,
+        tokens_per_s_per_gpu=tokens_per_s / ranks,
+        mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
+        peak_hbm_bytes=most.peak_bytes,
+        peak_host_bytes=max(found.host_peak_bytes for found in walked),
+        fits=room.fits if room else False if beyond_dram or beyond_hbm else None,
+        memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
+        breakdown=parts,
+        critical_rank=trace.numbers[critical],
+        bound_by=bounded.by,
+        saves=bounded.saves,
+        floors=lower,
+        schedule_hash=trace.schedule_hash if with_hash else "",
+        evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
+        room=room,
+        training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
+    )
+
+
+def _training(claims: Claims | None, peak_flops: float, tokens_per_s: float, ranks: int) -> Training:
+    """Return what training takes, of the FLOPs that all ranks could do in a step."""
+    hours = 1e9 / tokens_per_s / 3600
+    return Training(
+        hfu=(claims.attention_flops + claims.gemm_flops) / peak_flops if claims else None,
+        hours_per_billion_tokens=hours,
+        gpu_hours_per_billion_tokens=ranks * hours,
+    )
+
+
+def hbm_held(walked: list[MemoryWalk], spec: ClusterSpec) -> int:
+    """Return the most bytes that are in any one memory: a GPU has its own, the ranks of a host share one."""
+    peaks = [found.peak_bytes for found in walked]
+    return sum(peaks) if spec.gpu.kind == "cpu" else max(peaks)
+
+
+def _beyond_dram(walked: list[MemoryWalk], cluster: Cluster) -> list[str]:
+    """Return a note for each socket whose memory is less than what its ranks keep there."""
+    called = {"host": "of memory", "CXL": "behind CXL"}
+    return [
+        f"socket {number} is given {tier.held(nbytes) / 1e9:.4g} GB to keep and has {tier.capacity_bytes / 1e9:.4g} GB "
+        f"{called[tier.memory]}"
+        for number, nbytes in held_by_socket(walked, cluster).items()
+        for tier in tiers(cluster.spec)
+        if tier.held(nbytes) > tier.capacity_bytes
+    ]
+
+
+def _model_flops(checked: Checked) -> float:
+    """Return the FLOPs that the model asks for in one replica. A backward pass needs four matmuls; the fifth, which the
+    kernels do and ``attention_flops`` counts, recomputes the scores.
+    """
+    workload = checked.schedule.header.workload
+    whole = msgspec.structs.replace(workload, passes="both", seq=workload.real_seq, padding=0)
+    alone = msgspec.structs.replace(whole, scope="attention", layers=1, passes="forward")
+    attends = sum(attention_flops(one) * count for one, count in alone.kinds(workload.layers))
+    gemms = gemm_flops(whole) / 3
+    if workload.model.is_frozen and not workload.backward:
+        gemms = gemm_flops(msgspec.structs.replace(whole, passes="forward"))  # a third only where all is trained
+    forward = attends + gemms
+    return forward * (workload.forward + 2 * workload.backward)
+
+
+def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
+    """Return lower bounds of the step that no algorithm beats: the most loaded device at its peak, and the link, or the
+    links of a rank or node together, with most to carry, by their widest kind.
+    """
+    work = work_of(checked)
+    own: list[float] = []
+    shared: dict[int, float] = {}
+    for rank, of_rank in enumerate(work.flops):
+        device = cluster.devices[rank]
+        busy_s = sum(flops / cluster.peak_flops_per_s(rank, dtype) for dtype, flops in of_rank.items() if flops)
+        at_once = max(cluster.resources[device.compute].capacity / device.compute_units, 1.0)
+        own.append(busy_s)
+        shared[device.compute] = shared.get(device.compute, 0.0) + busy_s / at_once
+    lower = {"compute": max([*own, *shared.values()], default=0.0)} | link_floors(work, cluster)
+    return dict(sorted(lower.items()))
+
+
+def link_floors(work: Work, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds that the link, or the links of a rank or node together, with most to carry take at least, by
+    their widest kind.
+    """
+    together: dict[frozenset[int], float] = {}
+    for links, nbytes in _needs(work, cluster):
+        together[links] = together.get(links, 0.0) + nbytes
+    lower: dict[str, float] = {}
+    for links, nbytes in _with_inner(together):
+        kind = max((cluster.resources[link] for link in links), key=lambda one: (one.capacity, one.group)).group
+        lower[kind] = max(lower.get(kind, 0.0), nbytes / rate(links, cluster))
+    return lower
+
+
+def _needs(work: Work, cluster: Cluster) -> Iterator[Need]:
+    """Yield what links carry at least: of messages and copies the links of their way, of collectives what any needs."""
+    for more, times in of_routes(work, cluster):
+        yield from ((frozenset([link]), nbytes * times) for link, nbytes in more.items())
+    for (name, ranks, nbytes), count in work.collectives.items():
+        for links, least in needs(name, ranks, nbytes, cluster, played(ranks, work)):
+            yield links, least * count
+
+
+def _with_inner(found: dict[frozenset[int], float]) -> Iterator[Need]:
+    """Yield sets of links with what they carry together: also what sets within them do."""
+    by_first: dict[int, list[frozenset[int]]] = {}
+    for links in found:
+        by_first.setdefault(min(links), []).append(links)
+    for links in found:
+        inner = (some for first in links for some in by_first.get(first, ()) if some <= links)
+        yield links, math.fsum(found[some] for some in inner)
+
+
+def evidence(simulation: Simulation, more: list[str]) -> Evidence:
+    """Return what a simulation rests on; ``more`` is what else has to be said."""
+    model = simulation.checked.schedule.header.workload.model
+    taken = [simulation.cluster.spec.taken] if simulation.cluster.spec.taken else []
+    notes = [
+        *taken,
+        *sorted(simulation.cost.notes),
+        *sorted(simulation.cost.warnings),
+        *more,
+        *(model.notes or ()),
+    ]
+    profile = simulation.profile
+    if profile is None:
+        name = simulation.cluster.spec.name
+        rates = (
+            f"no profile: every kernel and link runs at the datasheet rates of {name!r}, real kernels are 1.4 to 2 "
+            f"times slower"
+        )
+        return Evidence(profile="datasheet", measured_on="", created="", complete=True, rates="", notes=[rates, *notes])
+    return Evidence(
+        profile=profile.name,
+        measured_on=profile.machine.gpu,
+        created=profile.created,
+        complete=profile.complete,
+        rates=(profile.rates or "burst") if simulation.cluster.spec.gpu.kind == "cuda" else "",
+        notes=notes,
+    )

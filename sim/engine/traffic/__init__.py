@@ -1,0 +1,1 @@
+"""What collectives put on every link."""

@@ -1,0 +1,1 @@
+"""A run explained by its configuration and a line of its log."""

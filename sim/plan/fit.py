@@ -1,0 +1,247 @@
+"""What fits into memory, how long a context may be, and what fitting costs: the screens ``ladder`` and ``fit``."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sim.accounts.memory import TERMS
+from sim.base.errors import InputError
+from sim.plan.search.room import Room, room
+from sim.plan.search.space import as_ring
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.model.adapters import adapts_mlp
+from sim.setup import names
+from sim.setup.answers.answer import grounds, what_fits
+from sim.setup.answers.rows import of_ladder
+from sim.setup.answers.table import Table
+from sim.setup.global_batch import sequences_of
+from sim.setup.prediction import Prediction
+from sim.setup.setup import Configuration, Setup
+from sim.setup.stacks import STACKS, TECHNIQUES
+
+PER_OCTAVE = 16
+"""Lengths that are tried from one power of two to the next."""
+LEAST = 1024
+"""Tokens of a sequence that each rank has at least where the longest context is looked for."""
+
+Progress = Callable[[int, int], object]
+"""Told how many rows are done, and of how many."""
+
+
+def longest(setup: Setup, most: int) -> int:
+    """Return the longest context, in tokens up to ``most``, whose training step fits, 0 if none does. It is one of 16
+    lengths between each power of two and the next; that memory grows with the length is taken for granted.
+    """
+    lengths = lengths_tried(setup, most)
+    fitting = bisect.bisect_left(lengths, x=True, key=lambda tokens: _room(setup.replace(seq=tokens)).free_bytes < 0)
+    return lengths[fitting - 1] if fitting else 0
+
+
+def lengths_tried(setup: Setup, most: int) -> list[int]:
+    """Return the lengths up to ``most`` of which the longest context is one."""
+    mesh = setup.resolved().mesh
+    least = LEAST * (mesh.size // mesh.dp)
+    octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
+    lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
+    return [tokens for tokens in lengths if tokens <= most]
+
+
+def _room(setup: Setup) -> Room:
+    """Return the memory of a training step; a length that does not divide is padded."""
+    return room(_padded(setup))
+
+
+def _padded(setup: Setup) -> Configuration:
+    return setup.replace(pad=True).resolved()
+
+
+def using(setup: Setup, options: Mapping[str, str]) -> Setup:
+    """Return a setup with some options of its schedule, or with another schedule. Of one that does not split sequences
+    each GPU is a replica.
+    """
+    given = dict(options)
+    changes: dict[str, Any] = {}
+    if schedule := given.pop("schedule", None):
+        alone = not names.entry(schedule).degrees
+        gpus = setup.gpus or num_gpus(setup)
+        changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
+        changes |= {"ulysses_degree": None, "ring_degree": None} | ({"cp": None} if alone else {})
+    return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
+
+
+def num_gpus(setup: Setup) -> int:
+    """Return how many GPUs a setup has where it does not say so: as many as for any schedule that splits sequences."""
+    return as_ring(setup).mesh.size
+
+
+def rungs(techniques: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield states of all techniques: none, one more of some on each, and all of these but one."""
+    state: dict[str, str] = {}
+    for technique in reversed(TECHNIQUES.values()):
+        state |= technique.off
+    yield "none", state
+    for name in techniques:
+        state = {**state, **TECHNIQUES[name].on}
+        yield f"+ {name}", state
+    for name in techniques if len(techniques) > 1 else ():
+        yield f"all - {name}", {**state, **TECHNIQUES[name].off}
+
+
+def ladder(
+    setup: Setup,
+    *,
+    most: int | str = "16M",
+    techniques: Sequence[str] = tuple(TECHNIQUES),
+    progress: Progress | None = None,
+) -> Table:
+    """Return what some techniques of ``TECHNIQUES`` save and cost in a training step: a row for none of them, one with
+    one more of them switched on each, in their order, and one for all but each.
+
+    A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak
+    allocated in bytes, also by term, what is left beside it and what no buffer can have, whether that fits, and the
+    seconds that the step takes, or would. What the setup says of schedule and stack does not matter, and of its options
+    what no technique sets. Techniques that its model does not take are left out.
+
+    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="8K")
+    >>> ladder(small, most="8K", techniques=["FSDP"]).to_dict()["longest"]
+    [8192, 8192]
+    """
+    limit, base, rows = names.tokens("most", most), setup.replace(scope="step", stack=None, pad=True), []
+    if base.global_batch is not None:  # the same sequences at all lengths that are tried
+        base = base.replace(global_batch=sequences_of(base.global_batch, base.sequence_length))
+    for name in techniques:
+        names.one_of("techniques", name, TECHNIQUES)
+    techniques = [name for name in techniques if _takes(setup, name)]
+    states = list(rungs(techniques))
+    of_all = None
+    for done, (name, options) in enumerate(states, 1):
+        rung = using(base, options)
+        predicted = _predicted(rung)
+        rows.append({"techniques": name, **_rung(rung, predicted, limit)})
+        if done == 1 + len(techniques):  # all are switched on
+            of_all = grounds(predicted)
+        if progress:
+            progress(done, len(states))
+    return Table(rows).answering(of_ladder(rows), of_all)
+
+
+def _rung(setup: Setup, predicted: Prediction, most: int) -> dict[str, Any]:
+    found = predicted.figures
+    assert found.room is not None
+    return {
+        "longest": longest(setup, most),
+        "seq": predicted.checked.schedule.header.workload.seq,
+        "step_time_s": found.step_time_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "fits": found.fits,
+        "free_bytes": found.room.free_bytes,
+        "peak_hbm_bytes": found.peak_hbm_bytes,
+        "peak_host_bytes": found.peak_host_bytes,
+        **{term: found.room.terms.get(term, 0) for term in TERMS},
+    }
+
+
+def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, progress: Progress | None = None) -> Table:
+    """Return for each of some schedules or stacks, at each of some lengths, the seconds of a training step where it
+    fits, and else what is missing and which technique to switch on; ``fits`` is None at the limit.
+
+    Of techniques that make it fit alone that one is named which wins most GiB for each second that the step takes
+    longer. If none does alone, all are named that it takes, or, where all together are not enough, none. Where a
+    schedule cannot be built ``error`` says why.
+
+    >>> small = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2)
+    >>> fit(small, ["ulysses"], ["8K"])[0]["fits"]
+    True
+    """
+    base = setup.replace(scope="step", stack=None, pad=True)
+    cells = [(row, names.tokens("seq", length)) for row in rows for length in lengths]
+    for row in rows:
+        names.one_of("schedule or stack", row, [*SCHEDULES, *STACKS])  # no name is both
+    found: list[dict[str, Any]] = []
+    best: tuple[tuple[int, float], Prediction] | None = None
+    for done, (row, tokens) in enumerate(cells, 1):
+        cell, predicted = _cell(_row(base, row).replace(seq=tokens))
+        found.append({"row": row, "seq": tokens, **cell})
+        if predicted and (best is None or best[0] < (tokens, -predicted.step_time_s)):
+            best = (tokens, -predicted.step_time_s), predicted
+        if progress:
+            progress(done, len(cells))
+    return Table(found).answering(what_fits(found) if found else "", grounds(best[1]) if best else None)
+
+
+def what_helps(setup: Setup) -> list[str]:
+    """Return what to switch on in a training step that does not fit: of techniques that make it fit alone the one that
+    wins most GiB for each second that the step takes longer; where none does, all that it takes. None where the step
+    fits, or all together are not enough.
+
+    >>> what_helps(Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus=2, layers=2, seq="1M"))
+    ['chunked loss', 'tiled MLP']
+    """
+    free_bytes = _room(setup).free_bytes
+    return _helping(setup, free_bytes) if free_bytes < 0 else []
+
+
+def _row(base: Setup, row: str) -> Setup:
+    """Return the setup of a stack, or of a schedule; what is set of the schedule comes first."""
+    stack = STACKS.get(row)
+    return using(base, {"schedule": stack.schedule if stack else row}).replace(stack=row if stack else None)
+
+
+def _cell(setup: Setup) -> tuple[dict[str, Any], Prediction | None]:
+    """Return what is said of a row at a length, and the prediction of what fits."""
+    cell: dict[str, Any] = {"degrees": "", "step_time_s": None, "fits": None, "free_bytes": None}
+    cell |= {"helps": "", "error": ""}
+    try:
+        configuration = _padded(setup)
+        found = room(configuration)
+        cell |= {"degrees": configuration.mesh.named(configuration.entry.degrees) or "1 GPU"}
+        cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
+        if found.free_bytes >= 0:
+            predicted = _predicted(setup)
+            return cell | {"step_time_s": predicted.step_time_s}, predicted
+        return cell | {"helps": " + ".join(_helping(setup, found.free_bytes))}, None
+    except InputError as refused:
+        return cell | {"error": str(refused)}, None
+
+
+def _predicted(setup: Setup) -> Prediction:
+    return setup.replace(seeds=setup.seeds or 1).predicted()
+
+
+def _helping(setup: Setup, free_bytes: int) -> list[str]:
+    """Return the technique to switch on, or those that it takes; none where all together are not enough."""
+    off = switched_off(setup)
+    alone = {name: _room(using(setup, on)).free_bytes for name, on in off.items()}
+    enough = {name: free - free_bytes for name, free in alone.items() if free >= 0}
+    if enough:
+        before_s = _predicted(setup).step_time_s
+        lost_s = {name: _predicted(using(setup, off[name])).step_time_s - before_s for name in enough}
+        return [max(enough, key=lambda name: enough[name] / lost_s[name] if lost_s[name] > 0 else math.inf)]
+    taken = list(off)
+    for name in (None, *reversed(off)):
+        fewer = [other for other in taken if other != name]
+        options = {key: value for other in fewer for key, value in off[other].items()}
+        if _room(using(setup, options)).free_bytes >= 0:
+            taken = fewer
+        elif name is None:
+            return []
+    return taken
+
+
+def switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
+    """Return the techniques of the schedule's options that are off, with what switches them on."""
+    options = setup.resolved().options
+    return {
+        name: technique.on
+        for name, technique in TECHNIQUES.items()
+        if _takes(setup, name)
+        and all(str(getattr(options, key, None)) == value for key, value in technique.off.items())
+    }
+
+
+def _takes(setup: Setup, technique: str) -> bool:
+    """Return whether a model takes a technique: no MLP with adapters is tiled."""
+    return "mlp" not in TECHNIQUES[technique].on or not adapts_mlp(setup.model_spec)

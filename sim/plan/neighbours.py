@@ -1,0 +1,112 @@
+"""One step away from a configuration, in every degree and option: is it the best there, and by how much?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from sim.base.errors import LongstepError
+from sim.engine.intervals.extrapolated import extrapolated
+from sim.plan.search.space import OPTIONS
+from sim.setup import names
+from sim.setup.answers.table import Table
+from sim.setup.prediction import Prediction
+from sim.setup.setup import Configuration, Setup
+from sim.words.options import OF_STEPS
+
+
+class Step(NamedTuple):
+    """One change of a setup."""
+
+    change: str
+    """As a row of results says it."""
+    setup: Setup
+
+
+def neighbours(setup: Setup) -> Table:
+    """Return what becomes of a step one change away, a row each, the fastest for its tokens first; ``change`` is empty
+    for the setup itself.
+
+    Degrees are halved and doubled in pairs, so that all GPUs stay in use; options that are numbers are halved or
+    doubled, others take every other value. ``ratio`` is seconds for a token over those of the setup; ``extrapolated``
+    the share of kernel seconds whose costs lie beyond the measured range. What cannot be built has its reason in
+    ``error``, and is last. Raises InputError where the setup itself cannot be played.
+
+    >>> found = neighbours(Setup("zigzag", model="tiny", seq="64K", cluster="hgx-h100", scope="attention", gpus=2))
+    >>> ratios = {row["change"]: row["ratio"] for row in found}
+    >>> ratios["layout contiguous"] > 1, ratios[""]
+    (True, 1.0)
+    """
+    base = setup.predicted()
+    rows = [_row("", base, base)]
+    for change, other in steps(setup):
+        try:
+            rows.append(_row(change, other.predicted(), base))
+        except LongstepError as refused:
+            rows.append({**dict.fromkeys(rows[0]), "change": change, "error": str(refused)})
+    return Table(sorted(rows, key=lambda row: (bool(row["error"]), row["ratio"] or 0.0, row["change"] != "")))
+
+
+def _row(change: str, found: Prediction, base: Prediction) -> dict[str, Any]:
+    # Other degrees of data parallelism train on other numbers of tokens.
+    tokens = _tokens(base) / _tokens(found)
+    return {
+        "change": change,
+        "step_time_s": found.step_time_s,
+        "ratio": found.step_time_s / base.step_time_s * tokens,
+        "fits": found.fits,
+        "peak_hbm_bytes": found.peak_hbm_bytes,
+        "extrapolated": extrapolated(found.simulation),
+        "error": "",
+    }
+
+
+def _tokens(found: Prediction) -> int:
+    header = found.checked.schedule.header
+    return header.mesh.dp * header.workload.batch * header.workload.real_seq
+
+
+def steps(setup: Setup) -> Iterator[Step]:
+    """Yield all setups that are one change away; builders may refuse them. Raises InputError for what is no setup."""
+    found = setup.resolved()
+    yield from _degrees(setup, found)
+    given = {*()} if found.options is None else {*get_type_hints(type(found.options))}
+    skipped = OF_STEPS if setup.scope != "step" else ()
+    for name in sorted(given):
+        if name in skipped:
+            continue
+        hint, value = get_type_hints(type(found.options))[name], getattr(found.options, name)
+        for other in _others(name, hint, value):
+            text = names.text_of(other)
+            yield Step(f"{name} {text}", setup.replace(set={f"schedule.{name}": text}))
+
+
+def _degrees(setup: Setup, found: Configuration) -> Iterator[Step]:
+    now = {"ulysses": found.mesh.ulysses, "ring": found.mesh.ring, "dp": found.mesh.dp}
+    axes = [*found.entry.degrees, "dp"]
+    base = setup.replace(gpus=found.mesh.size, cp=None)
+    for more, fewer in permutations(axes, 2):
+        if now[fewer] % 2:
+            continue
+        then: Mapping[str, int] = {**now, more: 2 * now[more], fewer: now[fewer] // 2}
+        given = {f"{axis}_degree": then[axis] for axis in axes}
+        yield Step(" x ".join(f"{axis} {then[axis]}" for axis in axes), base.replace(**given))
+    if {"ulysses", "ring"} <= set(axes) and now["ulysses"] > 1 < now["ring"]:
+        for name, order in names.PLACEMENTS.items():
+            if order != found.mesh.order:
+                yield Step(f"placement {name}", setup.replace(set={"schedule.placement": name}))
+
+
+def _others(name: str, hint: Any, value: Any) -> Iterator[object]:
+    """Yield the values of an option that are one step from the one it has."""
+    if isinstance(value, bool):
+        yield not value
+    elif get_origin(hint) is Literal:
+        allowed = list(get_args(hint))
+        near = {allowed.index(value) - 1, allowed.index(value) + 1} if isinstance(value, int) else range(len(allowed))
+        yield from (other for at, other in enumerate(allowed) if other != value and at in near)
+    elif isinstance(value, int):
+        yield from (other for other in (value // 2, 2 * value) if other)
+    elif isinstance(value, str):
+        yield from (other for other in OPTIONS.get(name, ()) if other != value)

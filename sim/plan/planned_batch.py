@@ -1,0 +1,62 @@
+"""The global batch that plans keep: what is asked for, or what they assume and say.
+
+Replicas that each bring a sequence of their own make a step larger, and more so the fewer GPUs a replica has: nobody
+asked for that. So a plan compares configurations by their time for the same sequences: with fewer replicas each trains
+more of them, one after the other. Where nobody says how many, they are about 512K tokens, and at least one sequence
+(``global_batch.USUAL_TOKENS``): for long contexts the step that all other questions are about, and for short ones
+enough for replicas. Where the longest context is looked for it is one sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sim.base.errors import InputError
+from sim.plan.search.space import Family, as_ring, families
+from sim.setup import names
+from sim.setup.global_batch import ANY, USUAL_TOKENS, counts_tokens, of_each, sequences_of, usual_sequences
+from sim.setup.names import Assumed
+from sim.setup.setup import Setup
+
+
+def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_length: bool = False) -> Setup:
+    """Return a setup with the ``global_batch`` that its plan keeps, on so many GPUs or any of ``counts``; ``any`` where
+    a ``batch`` above 1 says what each replica has. Where lengths are looked for it is ``of_any_length``: then raises
+    InputError for one in tokens.
+
+    >>> with_batch(Setup(gpus=64, seq="64K")).assumed["global_batch"], with_batch(Setup(seq="4M")).global_batch
+    ('8', '1')
+    """
+    if setup.global_batch is not None:
+        if of_any_length and counts_tokens(setup.global_batch):
+            raise InputError(
+                f"`global_batch` {setup.global_batch} is in tokens, of which longer sequences are fewer: set it in "
+                f"sequences, such as 1, where the longest is looked for"
+            )
+        return setup
+    if setup.batch > 1:
+        return setup.replace(global_batch=Assumed(ANY))
+    whole = as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1))
+    gpus = max(counts) if counts else whole.mesh.size
+    tokens = USUAL_TOKENS if of_any_length else setup.sequence_length
+    return setup.replace(global_batch=Assumed(usual_sequences(tokens, gpus, _replicas(setup, gpus))))
+
+
+def _replicas(setup: Setup, gpus: int) -> int:
+    """Return how many replicas there are where the degrees of a schedule leave no choice, else 1."""
+    if setup.schedule is None:
+        return 1
+    typed = [getattr(setup, f"{name}_degree") for name in names.entry(setup.schedule).degrees]
+    shared = math.prod(typed) if None not in typed else 0
+    return gpus // shared if shared and gpus % shared == 0 else 1
+
+
+def require_shared(setup: Setup, found: Sequence[Family]) -> None:
+    """Raise InputError where no number of replicas that degrees leave shares the global batch."""
+    if found or setup.global_batch in {None, ANY}:
+        return
+    for family in families(setup.replace(global_batch=ANY)):
+        mesh = family.setup.resolved().mesh
+        sequences = sequences_of(setup.global_batch or 1, setup.sequence_length)
+        of_each(setup.global_batch or 1, sequences, mesh.dp, mesh.size, setup.batch)

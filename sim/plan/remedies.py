@@ -1,0 +1,69 @@
+"""What would make a training step fit of which no configuration does: more GPUs, a shorter sequence, other options.
+
+Each is asked of the configuration that lacks least, or of the one like it on other GPUs, by the memory of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sim.base.errors import InputError
+from sim.plan.fit import switched_off, using
+from sim.plan.search.branches import least_limits
+from sim.plan.search.space import Branch, families
+from sim.plan.search.usual import unusual
+from sim.setup.setup import Setup
+
+DOUBLINGS = 5
+"""How often the number of GPUs is doubled."""
+PARTS = 16
+"""Parts of a sequence of which some are left out."""
+
+
+def remedies(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return what would make something fit where ``least`` is what lacks least: each alone is enough."""
+    return [*_techniques(least), *_gpus(setup, least, options), *_shorter(least)]
+
+
+def _techniques(least: Branch) -> list[str]:
+    """Return options that are not varied, each of which is enough."""
+    found = []
+    for name, on in switched_off(least.setup).items():
+        if _fits(using(least.setup, on)):
+            found.append(f"{name} ({', '.join(f'schedule.{key}={value}' for key, value in on.items())})")
+    return found
+
+
+def _gpus(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the fewest GPUs that are enough, of twice as many, four times and so on, that share one sequence."""
+    gpus, name = least.setup.gpus or 1, least.family.named.partition(" ")[0]
+    for more in (gpus << times for times in range(1, DOUBLINGS + 1)):
+        try:
+            on_more = setup.replace(gpus=more, nodes=None, schedule=setup.schedule or name)
+            on_more = on_more.replace(ulysses_degree=None, ring_degree=None)
+            there = [one for one in families(on_more, options) if one.setup.dp_degree == 1]
+        except InputError:
+            return []
+        for family in sorted(there, key=unusual):
+            if _fits(Branch(family).leanest.setup):
+                return [f"{more} GPUs: {family.named}"]
+    return []
+
+
+def _shorter(least: Branch) -> list[str]:
+    """Return the longest part of the sequence that is short enough, in sixteenths."""
+    if least.setup.documents is not None:
+        return []
+    tokens = least.setup.resolved().workload.seq
+    low, high = 0, PARTS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if _fits(least.setup.replace(seq=tokens * middle // PARTS)) else (low, middle)
+    return [f"a sequence of {tokens * low // PARTS} tokens, {low}/{PARTS} of this one"] if low else []
+
+
+def _fits(setup: Setup) -> bool:
+    try:
+        return all(limit.free_bytes >= 0 for limit in least_limits(setup))
+    except InputError:
+        return False

@@ -1,0 +1,129 @@
+"""What no step of a configuration can be below, by the program of one of its ranks: seconds, and bytes of memory.
+
+A rank's kernels run one after the other on its compute stream, each at least for its solo time; what communicates
+beside them only takes SMs and bandwidth away. What it sends and copies passes links that carry no more than their rate.
+So the step takes at least as long as any rank's kernels, and any rank's transfers. Of the GPUs' memory the fullest
+decides, which holds at least what this one does; of a host's the sum over its ranks, whose buffers have equal shapes.
+Building one program of 64 takes a sixty-fourth of the time of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sim.accounts.memory import walk
+from sim.base.garbage import garbage_collection_off
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.lowered import largest_part
+from sim.engine.play.work import Work
+from sim.engine.results.report import link_floors
+from sim.engine.results.room import Room, room_of
+from sim.schedule.derive.dependencies import derive
+from sim.schedule.derive.kernels import kernel_uses
+from sim.schedule.ir.ops import COMPUTE, OFFLOAD, Collective, Exchange, HostCopy, StateKernel
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.setup.setup import Configuration
+
+
+class Least(NamedTuple):
+    """Seconds of one rank, without noise of kernels."""
+
+    kernels_s: float
+    """Of its compute stream, without those on weights and states, which may move to the host."""
+    states_s: float
+    """Of the latter."""
+    links_s: float
+    """Of the link that carries most for this rank, at its rate."""
+    ops: int
+    """How many its program has."""
+
+    @property
+    def step_s(self) -> float:
+        """What no step of this configuration is below."""
+        return max(self.kernels_s + self.states_s, self.links_s)
+
+    @property
+    def branch_s(self) -> float:
+        """What no step is below of this configuration, or of one that recomputes and copies more."""
+        return max(self.kernels_s, self.links_s)
+
+    def with_more(self, more: Least, further: int) -> Least:
+        """Return what so many layers or micro-batches more than ``more`` has take, of which each adds what the one does
+        that ``more`` has and this has not.
+        """
+        pairs = zip(self[:3], more[:3], strict=True)
+        kernels_s, states_s, links_s = (last + further * (last - first) for first, last in pairs)
+        return Least(kernels_s, states_s, links_s, more.ops + further * (more.ops - self.ops))
+
+
+def least_of_any(found: Sequence[Least]) -> Least:
+    """Return what none of some configurations is below."""
+    kernels_s, states_s, links_s, ops = (min(values) for values in zip(*found, strict=True))
+    return Least(kernels_s, states_s, links_s, ops)
+
+
+@garbage_collection_off()
+def least_seconds(found: Configuration) -> Least:
+    """Return the least seconds of a configuration's step. Raises InputError where it cannot be built."""
+    schedule, program = _built(found)
+    cost = CostModel(found.cluster, found.profile)
+    ops = (op for call in program.calls for op in call.fragment.ops)
+    runs = Counter(
+        (use, isinstance(op, StateKernel))
+        for use, op in zip(kernel_uses(program), ops, strict=True)
+        if use and op.stream == COMPUTE
+    )
+    taken = [(of_states, count * cost.kernel_seconds(program.rank, use)[0]) for (use, of_states), count in runs.items()]
+    links = link_floors(_work_of(schedule, program), found.cluster)
+    return Least(
+        kernels_s=math.fsum(taken_s for of_states, taken_s in taken if not of_states),
+        states_s=math.fsum(taken_s for of_states, taken_s in taken if of_states),
+        links_s=max(links.values(), default=0.0),
+        ops=sum(len(call.fragment.ops) for call in program.calls),
+    )
+
+
+@garbage_collection_off()
+def least_room(found: Configuration) -> Room:
+    """Return what a configuration takes of each memory at least: of schedules that are not of the catalog, whose ranks
+    may have unequal parts, of all ranks. Raises InputError where it cannot be built.
+    """
+    schedule, program = _built(found)
+    mesh = schedule.header.mesh
+    if found.entry in SCHEDULES.values():
+        of_ranks = [walk(program, derive(program))] * mesh.size
+    else:
+        programs = {rank: schedule.program(rank) for rank in mesh.first_replica}
+        walked = {rank: walk(one, derive(one)) for rank, one in programs.items()}
+        of_ranks = [walked[mesh.role(rank)] for rank in range(mesh.size)]
+    return room_of(schedule.header, of_ranks, found.cluster)
+
+
+def _built(found: Configuration) -> tuple[Schedule, Program]:
+    """Return the schedule, and the program of the last rank of its first replica: to which contiguous parts give most
+    under a causal mask.
+    """
+    schedule = found.built(ranks=1)
+    return schedule, schedule.program(schedule.header.mesh.first_replica[-1])
+
+
+def _work_of(schedule: Schedule, program: Program) -> Work:
+    """Return what one rank asks of links, and what a collective that it takes part in asks of those of its group."""
+    rank, header = program.rank, schedule.header
+    groups = {one.name: one.group_of(rank) for one in header.communicators if any(rank in some for some in one.groups)}
+    found = Work([Counter() for _ in range(header.mesh.size)], Counter(), Counter(), Counter(), Counter())
+    for fragment, calls in Counter(call.fragment.shared for call in program.calls).items():
+        alone = Program.of_fragment(fragment, rank)
+        for op in fragment.ops:
+            if isinstance(op, Exchange):
+                for peer, view in op.sends:
+                    found.sent_bytes[rank, peer] += calls * alone.nbytes(view)
+            elif isinstance(op, Collective):
+                found.collectives[op.name, groups[op.communicator], largest_part(op, alone)] += calls
+            elif isinstance(op, HostCopy):
+                found.host_bytes[rank, op.stream == OFFLOAD] += calls * alone.nbytes(op.source)
+    return found

@@ -1,0 +1,237 @@
+"""Branch and bound over configurations of a training step, in as many processes as are wanted.
+
+    families ── options, one after the other ── configurations ── simulation ── memory of all ranks
+
+A branch, a schedule with its degrees and its first options, is as slow at least as the configuration in it that
+recomputes and copies least, and holds as much at least as the one that holds least (``bounds``, from one rank's
+program). A usual configuration that fits is simulated first (``usual``), and its family is searched before others.
+What is looked at next is only a guess: the bound, and what links add where nothing hides them, or added in
+the same family. The search ends where no bound is below the last of the best, or with its time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from sim.base.cpu_time import CpuTime
+from sim.base.workers import Workers
+from sim.plan.search.branches import Lost, Open, Played, opened, parts, played
+from sim.plan.search.space import Branch, Family
+from sim.plan.search.usual import first_that_fits
+
+Progress = Callable[[int, int, float, Sequence[Played]], object]
+"""Told how many configurations are settled, of how many, the seconds of CPU time that are left, and the best so far, of
+which the fastest is first."""
+
+NEAR = 1.02
+"""How much slower by its bound what is looked at may be than the fastest, while nothing is known that fits."""
+
+_SOON_S = 0.05
+"""How soon it is asked again at the earliest how much CPU time is left."""
+
+LARGE = 4
+"""How many times the ops of the smallest program one has that is looked at last, where any that fits will do."""
+
+
+class Search:
+    """What is known of all configurations."""
+
+    def __init__(
+        self,
+        families: list[Family],
+        most: int,
+        cpu: CpuTime,
+        progress: Progress | None,
+        *,
+        kept_s: float = 0.0,
+        leanest_first: bool = False,
+        enough_s: float = 0.0,
+        at_once: int | None = None,
+    ) -> None:
+        """Take families, of which so many are asked for bounds ``at_once``, by default all; the others in their order
+        once nothing is left of what is known. Of the CPU time ``kept_s`` are left for others.
+        """
+        self.families, self._most, self._progress = families, most, progress
+        self._leanest_first, self._enough_s = leanest_first, enough_s
+        self._cpu, self._kept_s = cpu, kept_s
+        self._place = {family.named: place for place, family in enumerate(families)}
+        self.count = sum(family.num_leaves for family in families)
+        self.open: list[Open] = [Open(Branch(family)) for family in families]
+        self._unasked = {id(found) for found in self.open}
+        """Branches without bounds."""
+        self._at_once = {id(found) for found in self.open[:at_once]}
+        self.best: list[Played] = []
+        """Those that fit, the fastest first."""
+        self.played: list[Played] = []
+        self.lost: list[Lost] = []
+        self._added_s: dict[str, float] = {}
+        """Per family what a configuration took at least beyond its bound."""
+        self._usual = ""
+        """The family of the usual configuration that was looked for first."""
+        self._turn = 0
+        self._ops: dict[str, int] = {}
+        """Per family how many ops a rank has."""
+
+    @property
+    def beaten_at(self) -> float:
+        """Seconds at which a configuration is not among the best."""
+        return self.best[self._most - 1].batch_s if len(self.best) >= self._most else float("inf")
+
+    @property
+    def hopes(self) -> dict[str, float]:
+        """By the names of families that were asked how near they may come to what is wanted, less is nearer: seconds
+        over worth by their bounds; where it is only asked whether anything fits, bytes that are missing.
+        """
+        found: dict[str, float] = {}
+        asked = [one for one in self.open if id(one) not in self._unasked]
+        if self._leanest_first:
+            near = [(one.branch, float(-one.leanest.free_bytes)) for one in asked if one.leanest]
+        else:
+            near = [(one.branch, one.least_s) for one in asked]
+            near += [(one.branch, one.least_s) for one in self.lost if one.least_s is not None]
+        near += [(one.branch, one.batch_s) for one in self.played]
+        for branch, hope in near:
+            named = branch.family.named
+            found[named] = min(hope, found.get(named, hope))
+        return found
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that nothing is below that was not simulated: infinite where nothing is left."""
+        return min((found.least_s for found in self.open), default=float("inf"))
+
+    def run(self, jobs: int, *, until_one: bool = False) -> None:
+        """Search until no bound is below the last of the best, or the time is over; or ``until_one`` is known that fits
+        and reaches what it has to.
+        """
+        try:
+            self._begin()  # before there are workers, which find loaded what it has loaded
+            with Workers(jobs) as workers:
+                try:
+                    self._search(workers, jobs, until_one)
+                finally:
+                    self._cpu.add(workers.cpu_s)
+        except KeyboardInterrupt:
+            self._cpu.interrupted = True
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C has ended it."""
+        return self._cpu.interrupted and bool(self.open)
+
+    def _begin(self) -> None:
+        """Look for a usual configuration that fits, so that something is known at once."""
+        if not self._leanest_first and not self._enough_s:
+            found = first_that_fits(self.families, lambda: self._left_s() <= 0)
+            if found is not None and found.reaches:
+                self.know(found)
+                self._usual = found.branch.family.named
+                self._tell(self._left_s())
+
+    def _left_s(self, workers_s: float = 0.0) -> float:
+        return self._cpu.left_s(workers_s) - self._kept_s
+
+    def _search(self, workers: Workers, jobs: int, until_one: bool) -> None:
+        running: dict[int, Open] = {}
+        while (left_s := self._left_s(workers.cpu_s)) > 0:
+            while workers.idle and (found := self._pick(running)):
+                if id(found) in self._unasked:
+                    number = workers.submit(opened, found.branch)
+                elif found.branch.is_leaf:
+                    number = workers.submit(played, found.branch, self.beaten_at)
+                else:
+                    number = workers.submit(parts, found)
+                running[number] = found
+            if not running:
+                return
+            done = workers.wait(None if left_s == math.inf else max(_SOON_S, left_s / jobs))
+            if done is None:
+                continue
+            number, result = done
+            self._take(running.pop(number), result)
+            self._tell(self._left_s(workers.cpu_s))
+            if until_one and self.best:
+                return
+
+    def _take(self, asked: Open, result: Open | Lost | Played | list[Open | Lost]) -> None:
+        self.open = [found for found in self.open if found is not asked]
+        self._unasked.discard(id(asked))
+        for one in result if isinstance(result, list) else [result]:
+            if isinstance(one, Open):
+                if not self._is_known(one.branch):
+                    self.open.append(one)
+                if one.fastest is not None:
+                    self._ops.setdefault(one.branch.family.named, one.fastest.ops)
+            elif isinstance(one, Lost):
+                self.lost.append(one)
+            else:
+                self.know(one)
+                name, added_s = asked.branch.family.named, one.batch_s - asked.least_s
+                self._added_s[name] = min(added_s, self._added_s.get(name, added_s))
+
+    def _is_known(self, branch: Branch) -> bool:
+        """Return whether a configuration was simulated, as a usual one is before all others."""
+        return any(one.branch == branch for one in self.played)
+
+    def know(self, one: Played) -> None:
+        """Take a configuration with what its step takes."""
+        self.played.append(one)
+        if one.room is not None:
+            self.best = sorted([*self.best, one], key=self._order)
+
+    def _order(self, one: Played) -> tuple[float, int, list[int]]:
+        """Return where a configuration stands. What takes the same to the digit stands as families and their values do,
+        whichever worker was the first to answer.
+        """
+        family, chosen = one.branch
+        places = [list(values).index(value) for values, value in zip(family.grid.values(), chosen, strict=True)]
+        return one.batch_s, self._place.get(family.named, len(self._place)), places
+
+    def _pick(self, running: dict[int, Open]) -> Open | None:
+        """Return what to look at next: in the family of the usual configuration that fits; then all branches without
+        bounds; then what may be the fastest, of those within ``NEAR`` of each other the smallest, so that something is
+        known soon that fits, and last those whose memory may just not do; then in turn a configuration and a branch.
+        Where it is only asked whether anything fits, what holds least; where ``enough_s`` will do, that of all that may
+        take so little.
+        """
+        taken = {id(found) for found in running.values()}
+        waiting = [found for found in self.open if id(found) not in taken and found.least_s < self.beaten_at]
+        if self.best and (kin := [found for found in waiting if found.branch.family.named == self._usual]):
+            waiting = kin
+        unasked = [found for found in waiting if id(found) in self._unasked]
+        if soon := [found for found in unasked if id(found) in self._at_once]:
+            return soon[0]
+        waiting = [found for found in waiting if id(found) not in self._unasked]
+        if unasked and not waiting:
+            return unasked[0]
+        if self._leanest_first:
+            return max(waiting, key=self._ease, default=None)
+        self._turn += 1
+        if self.best:
+            kind = [found for found in waiting if found.branch.is_leaf == bool(self._turn % 2)]
+            return min(kind or waiting, key=self._guessed_s, default=None)
+        waiting = [found for found in waiting if not found.leanest or found.leanest.free_bytes >= 0] or waiting
+        nearest_s = max(self._enough_s, NEAR * min(map(self._guessed_s, waiting), default=0.0))
+        near = [found for found in waiting if self._guessed_s(found) <= nearest_s]
+        if self._enough_s:
+            near.sort(key=self._ease, reverse=True)
+        return max(near, key=lambda found: len(found.branch.chosen), default=None)
+
+    def _guessed_s(self, found: Open) -> float:
+        """Return what a branch may take: its bound, and what links added in its family, or may add."""
+        return found.least_s + self._added_s.get(found.branch.family.named, found.exposed_s)
+
+    def _tell(self, left_s: float) -> None:
+        if self._progress is not None:
+            settled = len(self.played) + sum(found.branch.num_leaves for found in self.lost)
+            self._progress(settled, self.count, max(0.0, left_s), self.best[: self._most])
+
+    def _ease(self, found: Open) -> tuple[bool, float, int]:
+        """Return how soon a branch may say that something fits, where most does so soonest: what holds least, but last
+        what takes long to build, as schedules whose chunks grow in number.
+        """
+        sizes = self._ops.values()
+        large = self._ops.get(found.branch.family.named, 0) > LARGE * min(sizes, default=0)
+        free = float("-inf") if found.leanest is None else found.leanest.free_bytes
+        return not large, free, len(found.branch.chosen)

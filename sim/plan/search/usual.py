@@ -1,0 +1,84 @@
+"""A usual configuration that fits, found by a few bounds of memory, so that a search has something at once.
+
+People split a sequence over no more GPUs than it needs, by heads inside a node and by parts between nodes, recompute
+whole layers, and move activations and states to the host only where they must. A replica of few GPUs is also the
+quickest to simulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sim.base.errors import InputError
+from sim.engine.results.room import Limit
+from sim.plan.search.branches import Played, least_limits, played
+from sim.plan.search.space import Branch, Family
+from sim.setup import names
+
+USUAL = ("ulysses", "usp", "zigzag", "ring", "single")
+"""Schedules of frameworks, those with fewest ops first; all others are less usual."""
+STAYS = (("activations", "optimiser"), ("optimiser",), ("activations",), ())
+"""What stays on the GPU of the configuration that holds least there, the most first."""
+
+PINNED = 0.5
+"""Which share of the host's memory is pinned at most where others need some: files, data, the system (assumed)."""
+
+
+def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> Played | None:
+    """Return a configuration that fits, with the fewest GPUs a replica for which one is found, or None, which proves
+    nothing.
+
+    Replicas of all GPUs are tried first, then smaller ones. Their GPUs hold more, so what has not fitted is not tried
+    again.
+    """
+    leaves: list[Branch] = []
+    stays = [*STAYS]
+    for size in sorted({_size(family) for family in families}, reverse=True):
+        there = sorted((one for one in families if _size(one) == size), key=unusual)
+        while stays and not is_late():
+            leaf, fits = _of_first(there, stays[0])
+            if leaf is None:
+                break
+            if fits:
+                leaves.append(leaf)
+                break
+            del stays[0]
+    for leaf in reversed(leaves):
+        if is_late():
+            break
+        found = played(leaf, float("inf"))
+        if isinstance(found, Played) and found.room is not None:
+            return found
+    return None
+
+
+def _of_first(families: Sequence[Family], stays: Sequence[str]) -> tuple[Branch | None, bool]:
+    """Return a configuration of the first family that can be built, and whether it fits by its bounds."""
+    for family in families:
+        chosen = (values[0] if key in stays else values[-1] for key, values in family.grid.items())
+        leaf = Branch(family, tuple(chosen))
+        try:
+            limits = least_limits(leaf.setup)
+        except InputError:
+            continue
+        return leaf, all(limit.free_bytes >= 0 and is_usual(limit) for limit in limits)
+    return None, False
+
+
+def is_usual(limit: Limit) -> bool:
+    """Return whether people give so much of a memory away."""
+    return limit.memory != "host" or limit.held_bytes <= PINNED * limit.capacity_bytes
+
+
+def _size(family: Family) -> int:
+    """Return how many GPUs a replica has."""
+    return (family.setup.gpus or 1) // family.setup.dp_degree
+
+
+def unusual(family: Family) -> tuple[int, bool, int]:
+    """Return how unusual a family is: its schedule, heads that are split between nodes, and few parts of heads."""
+    name, ulysses = family.named.partition(" ")[0], family.setup.ulysses_degree or 1
+    order = USUAL.index(name) if name in USUAL else len(USUAL)
+    per_node = names.cluster_spec(family.setup.cluster).gpus_per_node
+    between = ulysses > per_node or family.named.endswith("ring-inner)")
+    return order + len(USUAL) * between, between, -ulysses

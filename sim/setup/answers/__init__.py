@@ -1,0 +1,1 @@
+"""How answers are worded and laid out: sentences, tables, figures."""

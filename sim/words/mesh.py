@@ -1,0 +1,127 @@
+"""The mesh of ranks: a grid with named axes. Placement and communication are stated by axis.
+
+pp pipeline stages · dp replicas, each with sequences of its own · ring parts of a sequence · ulysses groups of heads,
+which share a part of a sequence · tp parts of weights
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import msgspec
+
+from sim.base.errors import InputError
+
+Axis = Literal["pp", "dp", "ring", "ulysses", "tp"]
+AXES: tuple[Axis, ...] = get_args(Axis)
+"""The usual nesting, outermost first: neighbours share a node, so inner axes use its links."""
+_UNSPLIT: dict[Axis, str] = {"pp": "layers", "tp": "weights"}
+"""What no shipped schedule splits over an axis."""
+_LETTERS: dict[Axis, str] = {"ulysses": "U", "ring": "R", "dp": "DP"}
+"""Of the axes that shipped schedules split, in the order in which they are named."""
+MOST_RANKS = 2**14
+"""That a schedule may have: as many as have trained one model (arXiv:2407.21783 §3.3)."""
+
+
+class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The degree of each axis, and how they are nested: ``Mesh(dp=2, ring=4)`` has ranks 0 to 3 in its first ring."""
+
+    pp: int = 1
+    dp: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    order: tuple[Axis, ...] = AXES
+    """All axes, outermost first: with ``ulysses`` before ``ring`` rings are of neighbours (arXiv:2405.07719 §3)."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a degree below 1, more ranks than any schedule has, and an order that is none of all
+        axes.
+        """
+        if sorted(self.order) != sorted(AXES):
+            raise InputError(f"order {self.order} of a mesh: expected each of {', '.join(AXES)} once")
+        for axis, degree in self.degrees.items():
+            if degree < 1:
+                raise InputError(f"{axis} {degree}: expected a degree of 1 or more")
+        require_ranks(self.size)
+
+    @property
+    def degrees(self) -> dict[Axis, int]:
+        """The degree of each axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in self.order}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.degrees.values())
+
+    def named(self, axes: Sequence[Axis] = ()) -> str:
+        """Return the degrees of what schedules split: of some axes in any case, of others where they are above 1.
+
+        >>> Mesh(ulysses=4, ring=2).named(), Mesh(ulysses=8, dp=2).named(["ulysses", "ring"])
+        ('U 4 R 2', 'U 8 R 1 DP 2')
+        """
+        degrees = {axis: getattr(self, axis) for axis in _LETTERS}
+        shown = [f"{_LETTERS[axis]} {degree}" for axis, degree in degrees.items() if axis in axes or degree > 1]
+        return " ".join(shown)
+
+    def place(self, rank: int) -> dict[Axis, int]:
+        """Return the index of a rank along each axis, innermost first."""
+        found: dict[Axis, int] = {}
+        for axis, degree in reversed(self.degrees.items()):
+            rank, found[axis] = divmod(rank, degree)
+        return found
+
+    @property
+    def replica_stride(self) -> int:
+        """By how much the numbers of a rank and of its equal in the next replica differ."""
+        return self._stride("dp")
+
+    def _stride(self, axis: Axis) -> int:
+        """Return by how much the numbers of neighbours along an axis differ."""
+        return math.prod(getattr(self, inside) for inside in self.order[self.order.index(axis) + 1 :])
+
+    def replica(self, rank: int) -> int:
+        """Return which replica a rank belongs to."""
+        return rank // self.replica_stride % self.dp
+
+    def role(self, rank: int) -> int:
+        """Return the rank that has the same place in the first replica."""
+        return rank - self.replica(rank) * self.replica_stride
+
+    @property
+    def first_replica(self) -> list[int]:
+        """The ranks of the first replica."""
+        stride = self.replica_stride
+        return [rank for start in range(0, self.size, stride * self.dp) for rank in range(start, start + stride)]
+
+    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """Return all ranks in groups that differ in these axes only; each in the order of ranks, as the groups are."""
+        inside, first = [0], [0]
+        for axis, degree in self.degrees.items():
+            stride = self._stride(axis)
+            grown = inside if axis in axes else first
+            grown[:] = [rank + stride * index for rank in grown for index in range(degree)]
+        return tuple(tuple([start + rank for rank in inside]) for start in first)
+
+    def only(self, schedule: str, *axes: Axis) -> None:
+        """Raise InputError where ranks lie along an axis that a schedule does not take; dp, copies of it, all do."""
+        for axis, degree in self.degrees.items():
+            if degree == 1 or axis in {"dp", *axes}:
+                continue
+            if axis in _UNSPLIT:
+                raise InputError(
+                    f"{axis} {degree}: no shipped schedule splits {_UNSPLIT[axis]} over ranks yet; set {axis} to 1"
+                )
+            raise InputError(
+                f"{axis} {degree}: schedule {schedule!r} has no such axis: allowed are {', '.join(['dp', *axes])}; set "
+                f"{axis} to 1"
+            )
+
+
+def require_ranks(ranks: int) -> None:
+    """Raise InputError for more ranks than a schedule may have."""
+    if ranks > MOST_RANKS:
+        raise InputError(f"{ranks} ranks: expected at most {MOST_RANKS}; set `gpus` or `nodes`")

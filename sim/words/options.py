@@ -1,0 +1,212 @@
+"""Options that several schedules share. They change time or memory, never the result; others are in ``methods``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sim.base.errors import InputError
+
+LayoutName = Literal["contiguous", "zigzag", "striped"]
+Sharding = Literal["sequence", "document"]
+"""Whether a layout is one of the whole sequence, or of each of its documents."""
+Place = Literal["hbm", "host", "pageable"]
+"""GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
+SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
+LossName = Literal["whole", "chunked", "unfused", "torch"]
+MlpName = Literal["whole", "tiled", "mini"]
+ModulesName = Literal["fused", "eager"]
+OptimiserPlace = Literal["gpu", "host"]
+WeightsPlace = Literal["gpu", "host", "host-states"]
+ZeroStage = Literal[0, 1, 2, 3]
+AttentionName = Literal["flash", "memory-efficient", "standard"]
+"""What of attention passes through HBM: no scores (flash), those of a tile at a time (arXiv:2112.05682), or all."""
+FusedName = Literal[
+    "flash-attention-1", "flash-attention-2", "flash-attention-3", "flash-attention-4", "cudnn", "cutlass"
+]
+"""Which kernel computes flash attention: cutlass is xformers', which torch calls memory-efficient."""
+ChosenAttention = FusedName | Literal["sdpa"]
+"""The same as software says it: by name, or what torch's scaled_dot_product_attention picks on the GPU."""
+HostOptimiserName = Literal["deepspeed", "torch", "torch-fused"]
+"""Whose AdamW runs on the host of GPUs: torch makes a pass over memory for each operation, the others one for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """Options of the layers around any attention."""
+
+    activations: SavingName = "hbm"
+    """Where layers keep saved activations: on the GPU; all but the last offloaded to host memory (pinned or pageable)
+    and prefetched one layer ahead; or all of them in pinned memory, in the way of kernels, as torch's save_on_cpu."""
+    offloaded: str = "all"
+    """What of that goes to host memory: all, or a list of tensors, as x+out; the rest stays on the GPU."""
+    offload_from: int = 0
+    """First layer of which it does: what those before it save stays on the GPU."""
+    rotary_table: bool = False
+    """Whether a table of rotary factors of all positions, in the data type of sums, stays on the GPU, as torchtitan's
+    freqs_cis; else kernels make those of their tokens."""
+    checkpoint: str = "full"
+    """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
+    only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
+    loss: LossName = "whole"
+    """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
+    and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it
+    (megatron-core 0.16.1 tensor_parallel/cross_entropy.py); or those of all tokens and three tensors of their size in
+    the data type of sums, which torch's cross_entropy and its derivative make (torch)."""
+    mlp: MlpName = "whole"
+    """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
+    tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""
+    modules: ModulesName = "fused"
+    """Whether a norm and what is between the products of an MLP are one kernel each; or those that Hugging Face's
+    LlamaRMSNorm and LlamaMLP run in turn (eager), of which backward keeps a copy of a norm's input in the data type of
+    sums, what its weight multiplies, and the activated gate (transformers 4.57.6
+    src/transformers/models/llama/modeling_llama.py)."""
+    zero_stage: ZeroStage = 3
+    """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
+    too, 3 weights, too, as FSDP does."""
+    shards: Literal["all", "replica"] = "all"
+    """Over which ranks: all of them, or those of each data-parallel replica, over which gradients are summed then
+    (HSDP)."""
+    prefetch: int = 1
+    """Layers whose weights are gathered ahead at stage 3."""
+    weight_communicators: Literal["one", "two"] = "one"
+    """Whether weights are gathered and their gradients summed through one communicator, which takes one collective at a
+    time, in the order in which they are issued, or through one each. Torch's FSDP2 has one unless
+    set_separate_reduce_scatter_group is called (pytorch PRs 177098, 177015), Megatron-FSDP without
+    --create-all-gather-group (Megatron-LM PR 2663) and DeepSpeed likewise; FSDP1 has two (pytorch PR 70235)."""
+    reduce: Literal["fp32", "model"] = "fp32"
+    """Data type in which gradients of weights are summed over ranks in a training step."""
+    reduce_to: Literal["owner", "all"] = "owner"
+    """Which ranks get the sum of a gradient at stage 1: the one that updates with it, by a reduce-scatter, or all, by
+    an all-reduce, of which each takes what it owns and finds the norm by itself, as nanotron does it (0.4 trainer.py,
+    training_step: reduce_scatter=False)."""
+    bucket_mb: int = 0
+    """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
+    so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
+    smaller. 0: one all-reduce for each unit. With accumulate=in-place the last gradients go through buckets of their
+    own, which stay to the step's end."""
+    gather: Literal["units", "all"] = "units"
+    """When new weights are gathered at stages 1 and 2: a unit's as soon as it is updated, to where they belong;
+    or those of all units behind the last update, through a tensor for each rank, as nanotron's all_gather_coalesced
+    (0.4 optim/zero.py, distributed.py) has them, which holds all weights twice more meanwhile, and
+    takes each rank's part of each tensor apart by a call of the host."""
+    optimiser: OptimiserPlace = "gpu"
+    """Where the optimiser's weights and moments are and are updated: on the GPU, or in pinned memory of its host by the
+    CPU (ZeRO-Offload, arXiv:2101.06840)."""
+    weights: WeightsPlace = "gpu"
+    """Where shards of weights are at stage 3, beside an optimiser on the host: on the GPU; or in pinned memory of its
+    host, and copied to the GPU before they are gathered for a pass: those that passes use, in the model's data type, as
+    DeepSpeed's offload_param has them (host; ZeRO-Infinity, arXiv:2104.07857 §5.1.1), or the optimiser's own, which are
+    cast behind the copy, as FSDP2's CPUOffloadPolicy has them (host-states; torch/distributed/fsdp/_fully_shard/
+    _fsdp_param.py, all_gather_inputs). Frozen weights go there with any optimiser."""
+    optimiser_states: Literal["fp32", "model"] = "fp32"
+    """Data type of the weights and moments that the optimiser updates: fp32, or the model's for all of them."""
+    micro_batches: int = 1
+    """Parts of a replica's batch that go forward and backward one after the other in a training step; their gradients
+    add up in fp32."""
+    host_waits: Literal["never", "micro-batch"] = "never"
+    """Whether the host waits before each further micro-batch for all that it has issued, as where inputs are brought by
+    a blocking copy (nanotron 0.4 dataloader.py, sanity_check_dataloader) or a loss is looked at (transformers 4.57.6
+    trainer.py, logging_nan_inf_filter), or runs ahead of the GPU all through a step."""
+    sync: Literal["every", "last"] = "every"
+    """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
+    and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are
+    summed once in any case: with every, behind the last backward pass where there are several or the stage is 1."""
+    accumulate: Literal["copies", "in-place"] = "copies"
+    """How whole gradients add up in fp32: an fp32 copy of each micro-batch's is added to those before (copies), or each
+    as it is to one fp32 buffer of all weights, which is there from step to step and begins each as zeros (in-place), as
+    Megatron-LM's main_grad (megatron-core 0.16.1 distributed/distributed_data_parallel.py) and nanotron's
+    FP32GradientAccumulator (0.4 optim/gradient_accumulator.py)."""
+
+    def of_scope(self, scope: str) -> dict[str, Any]:
+        """Return them by name, those of a training step only where it is one; raises InputError for such a one that is
+        set at another scope.
+        """
+        found = dataclasses.asdict(self)
+        if self.offload_from < 0 or (self.offload_from and self.activations == "hbm"):
+            raise InputError(
+                f"`set` schedule.offload_from={self.offload_from}: expected 0 or more, and above 0 only where `set` "
+                f"schedule.activations=save-on-cpu, host or pageable"
+            )
+        for name in () if scope == "step" else OF_STEPS:
+            if found.pop(name) != getattr(LayerOptions, name):
+                raise InputError(f"`set` schedule.{name}={getattr(self, name)} is of training steps: set `scope` step")
+        for name, default in _LATER.items():
+            if found.get(name) == default:
+                del found[name]
+        if self.prefetch < 0:
+            raise InputError(f"`set` schedule.prefetch={self.prefetch}: expected 0 or more")
+        if self.optimiser == "host" and self.zero_stage == 0:
+            raise InputError(
+                "`set` schedule.optimiser=host with schedule.zero_stage=0: the host would hold and update all of the "
+                "optimiser's state once for every GPU; set schedule.zero_stage to 1, 2 or 3"
+            )
+        if self.weights != "gpu" and self.zero_stage < 3:
+            raise InputError(
+                f"`set` schedule.weights={self.weights} with schedule.zero_stage={self.zero_stage}: below stage 3 "
+                f"every GPU has all weights and gathers none for a pass; set schedule.zero_stage=3"
+            )
+        if self.micro_batches > 1 and (self.zero_stage < 2 or self.sync == "last") and self.reduce == "model":
+            raise InputError(
+                f"`set` schedule.micro_batches={self.micro_batches} adds gradients up in fp32, and below zero_stage 2 "
+                f"or with schedule.sync=last these are what ranks sum: leave out `set` schedule.reduce, or set "
+                f"schedule.zero_stage=2 and schedule.sync=every"
+            )
+        if self.reduce_to == "all" and self.zero_stage != 1:
+            raise InputError(
+                f"`set` schedule.reduce_to=all is of stage 1, and schedule.zero_stage={self.zero_stage} is set: at "
+                f"stage 0 all ranks get all sums, from 2 on owners alone"
+            )
+        if self.bucket_mb < 0 or (self.bucket_mb and self.zero_stage and self.reduce_to == "owner"):
+            raise InputError(
+                f"`set` schedule.bucket_mb={self.bucket_mb}: expected 0 or more, and above 0 only with "
+                f"schedule.zero_stage=0, or zero_stage=1 and reduce_to=all, where all-reduces sum gradients"
+            )
+        if self.gather == "all" and self.zero_stage not in {1, 2}:
+            raise InputError(
+                f"`set` schedule.gather=all is of stages 1 and 2, and zero_stage={self.zero_stage} is set: "
+                f"at stage 0 no weights are gathered, at 3 each unit's for each pass"
+            )
+        if self.accumulate == "in-place" and (
+            (self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"
+        ):
+            raise InputError(
+                f"`set` schedule.accumulate=in-place adds whole gradients up in fp32: set schedule.zero_stage to 0 or "
+                f"1, or schedule.sync=last, and leave out `set` schedule.reduce; zero_stage={self.zero_stage}, "
+                f"sync={self.sync}, reduce={self.reduce} are set"
+            )
+        return found
+
+
+_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
+          "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
+          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused"}  # fmt: skip
+"""Defaults that no header has, so that schedules without these options keep their hash."""
+
+OF_LAYERS = ("modules",)
+"""What attention alone has nothing of."""
+
+OF_STEPS = (
+    *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
+    *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
+    *("accumulate", "reduce_to", "bucket_mb", "gather", "host_waits", "weights"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumOptions(LayerOptions):
+    """Options of schedules that sum partial gradients."""
+
+    gradients: Literal["fp32", "model"] = "fp32"
+    """Data type in which partial gradients of q, k and v are summed and sent: promote(model dtype, fp32), or the
+    model's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapOptions(LayerOptions):
+    """Options of schedules whose ranks send each other messages: hops of rings, or what plans say."""
+
+    overlap: bool = True
+    """Whether kernels overlap with messages that they do not need; else the host waits for each. All-to-alls have an
+    option of their own: ``TradeOptions.all_to_alls``."""

@@ -1,0 +1,231 @@
+"""Replicas that are equal are played once: every time and every figure is that of a play of all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+
+from sim.base.errors import InputError
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.fold import Fold, fold
+from sim.engine.play.simulate import STEADY, Engine, Jitter, Prepared, Simulation
+from sim.engine.results.figures import HOST, figures_of
+from sim.engine.results.report import report
+from sim.engine.results.sensitivity import played_s
+from sim.engine.results.worlds import Change, worlds
+from sim.engine.traffic.collectives import link_traffic
+from sim.schedule.methods import ulysses
+from sim.schedule.proof.check import Checked, check
+from sim.words.mesh import Mesh
+from sim.words.profile import Profile, load_profile
+from sim.words.workload import Workload, load_model
+from tests.helpers import DRAWN, OFFLOADED, VARIANTS, make_model, uses_host_memory
+from topology.cluster import Cluster, load_cluster
+from topology.specs import ClusterSpec, NicSpec, PerGpu
+
+
+def machine(name: str, nodes: int, gpus_per_node: int, slow: tuple[int, ...] = ()) -> ClusterSpec:
+    found = load_cluster(name)
+    return msgspec.structs.replace(
+        found,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        nic=found.nic or NicSpec(bytes_per_s=2.5e10, latency_s=1e-5),
+        per_gpu={gpu: PerGpu(speed=0.7 + gpu / 100) for gpu in slow},
+    )
+
+
+class Cell(NamedTuple):
+    """Replicas of one schedule on one machine."""
+
+    checked: Checked
+    spec: ClusterSpec
+    profile: Profile | None
+    jitter: Jitter
+
+
+def cells(seed: int, count: int) -> Iterator[Cell]:
+    """Random schedules in 2 to 4 replicas, on nodes that hold half of one, one, two or parts of several."""
+    draw = random.Random(seed)
+    machines: list[tuple[str, str]] = [
+        ("hgx-h100", "h100-sxm"),
+        ("dgx-a100", "a100-sxm"),
+        ("a100-pcie", ""),
+        ("l20-pcie", ""),
+    ]
+    while count:
+        name, ranks, dp = draw.choice(DRAWN), draw.choice([1, 2, 4]), draw.choice([2, 3, 4])
+        variant = (VARIANTS | OFFLOADED)[name]
+        cluster, profile = draw.choice(machines)
+        whole = name in OFFLOADED or draw.random() < 0.6
+        model = draw.choice([load_model("llama3-8b"), make_model(8, 4, dtype="bf16")])
+        per_node = draw.choice([size for size in (1, 2, 4, 8) if size <= load_cluster(cluster).gpus_per_node])
+        nodes = -(-ranks * dp // per_node)
+        slow = tuple(draw.sample(range(ranks * dp), draw.choice([0, 0, 1, 2])))
+        spec = machine(cluster, nodes, per_node, slow)
+        if uses_host_memory(name) and spec.socket is None:
+            continue
+        try:
+            workload = Workload(
+                model=model,
+                seq=ranks * draw.choice([64, 1024, 8192]),
+                batch=draw.choice([1, 1, 2]),
+                dtype="bf16",
+                scope="layer" if whole else "attention",
+                layers=draw.choice([1, 2]) if whole else 1,
+                passes=draw.choice(["both", "both", "forward"]),
+                mask=draw.choice(["causal", "full"]),
+            )
+            mesh = msgspec.structs.replace(variant.mesh(ranks, model), dp=dp)
+            checked = check(variant.build(workload, mesh))
+        except InputError:
+            continue
+        count -= 1
+        jitter = draw.choice([STEADY, Jitter(0.1, draw.randrange(100))])
+        yield Cell(checked, spec, load_profile(profile) if profile and draw.random() < 0.7 else None, jitter)
+
+
+def both(cell: Cell, engine: Engine) -> tuple[Simulation, Simulation]:
+    """Return a schedule as it is played, and all of its ranks."""
+    checked, spec, profile, jitter = cell
+    folded = Prepared(checked).play(Cluster(spec), profile, jitter, engine)
+    whole = Prepared(checked).play(Cluster(spec), profile, jitter, engine, every_rank=True)
+    assert whole.trace.num_ranks == checked.schedule.num_ranks
+    return folded, whole
+
+
+def require_equal(cell: Cell, engine: Engine) -> int:
+    """Hold a folded play to one of all ranks; return how many replicas were left out."""
+    folded, meant = both(cell, engine)
+    starts, what = meant.trace.ops.starts, str((cell.checked.schedule.header, cell.spec))
+    ops = np.concatenate([np.arange(starts[rank], starts[rank + 1]) for rank in folded.trace.numbers])
+    for name in ("posted_s", "begun_s", "ended_s"):
+        np.testing.assert_array_equal(getattr(folded.trace, name), getattr(meant.trace, name)[ops], what)
+    found, expected = (msgspec.structs.asdict(report(one, with_interval=True)) for one in (folded, meant))
+    notes = [set(one.pop("evidence").notes) for one in (found, expected)]
+    saves = [one.pop("saves") for one in (found, expected)]
+    if saves[0] != pytest.approx(saves[1], rel=1e-12):
+        require_same_where_others_win(folded, meant, what)
+    assert found == expected, what
+    assert len(notes[0] - notes[1]) == (folded.trace.num_ranks < meant.trace.num_ranks)
+    return meant.checked.schedule.header.mesh.dp - folded.fold.checked.schedule.header.mesh.dp
+
+
+def require_same_where_others_win(folded: Simulation, meant: Simulation, what: str) -> None:
+    """Assert that machines with a figure doubled, which worlds follow up to where SMs go to others, say that they stop
+    there, and are alike to the last bit when they are played.
+    """
+    figures = figures_of(folded.cluster.spec, folded.profile)
+    changes = [Change((figure,), 2.0) for figure in figures if figure not in HOST]
+    apart = [
+        change
+        for change, one, other in zip(changes, worlds(folded, changes), worlds(meant, changes), strict=True)
+        if one.step_time_s != pytest.approx(other.step_time_s, rel=1e-12)
+        if one.turned and other.turned
+    ]
+    assert apart, what
+    for change in apart:
+        assert played_s(folded, change) == played_s(meant, change), what
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 10), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in range(1, 5))]
+)
+def test_folded_times_and_figures_are_those_of_all_ranks(seed: int, count: int) -> None:
+    engines: tuple[Engine, ...] = ("auto", "simpy")
+    left_out = [require_equal(cell, engines[number % 2]) for number, cell in enumerate(cells(seed, count))]
+    assert sum(map(bool, left_out)) > count / 5
+
+
+def layers(dp: int, ranks: int = 2, seq: int = 1024) -> Checked:
+    workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=seq, dtype="bf16", scope="layer", layers=2)
+    return check(ulysses.build(workload, Mesh(dp=dp, ulysses=ranks)))
+
+
+def test_one_slow_gpu_splits_its_replica_off() -> None:
+    """Of five replicas the fourth has a slow GPU: the first stands for the others, and all wait for the slow one."""
+    checked, even = layers(5, seq=2**16), machine("hgx-h100", 5, 2)
+    slow = msgspec.structs.replace(even, per_gpu={7: PerGpu(speed=0.5)})
+    found = Prepared(checked).play(Cluster(slow), None)
+    assert found.fold.replicas == (0, 3)
+    assert list(found.trace.numbers) == [0, 1, 6, 7]
+    assert report(found).critical_rank == 7
+    assert any("numbers 0, 3" in note for note in report(found).evidence.notes)
+    assert found.trace.step_time_s > Prepared(checked).play(Cluster(even), None).trace.step_time_s
+    assert require_equal(Cell(checked, slow, None, STEADY), "simpy") == 3
+
+
+def test_two_slow_gpus_at_one_place_are_one_class() -> None:
+    slow = msgspec.structs.replace(machine("hgx-h100", 5, 2), per_gpu=dict.fromkeys((3, 7), PerGpu(speed=0.5)))
+    assert Prepared(layers(5)).play(Cluster(slow), None).fold.replicas == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "dp", "played"),
+    [
+        pytest.param(1, 4, (0,), id="a replica on two nodes"),
+        pytest.param(4, 4, (0, 1), id="two replicas on a node are played together"),
+        pytest.param(4, 3, (), id="a node that is half empty"),
+        pytest.param(8, 4, (), id="all on one node"),
+    ],
+)
+def test_replicas_fold_by_whole_nodes(per_node: int, dp: int, played: tuple[int, ...]) -> None:
+    nodes = -(-2 * dp // per_node)
+    assert fold(layers(dp), Cluster(machine("hgx-h100", nodes, per_node))).replicas == played
+
+
+def test_a_placement_that_mixes_replicas_does_not_fold() -> None:
+    checked, spec = layers(4), machine("hgx-h100", 4, 2)
+    assert fold(checked, Cluster(spec, [6, 7, 4, 5, 0, 1, 2, 3])).replicas == (0,)
+    assert not fold(checked, Cluster(spec, [1, 0, 2, 3, 4, 5, 6, 7])).replicas
+    assert not fold(checked, Cluster(spec, [0, 2, 1, 3, 4, 6, 5, 7])).replicas
+
+
+def test_replicas_on_a_cpu_host_are_all_played_and_that_is_said() -> None:
+    checked = layers(2)
+    found = Prepared(checked).play(Cluster(load_cluster("host")), None)
+    assert found.trace.num_ranks == 4
+    assert any("all 2 replicas were played" in note for note in report(found).evidence.notes)
+
+
+def test_jitter_is_drawn_by_role_or_by_rank() -> None:
+    """Replicas share the draws of their roles, which are those of one replica alone; each rank's own are an option."""
+    spec, jitter = machine("hgx-h100", 4, 2), Jitter(0.1, seed=3)
+    many, one = layers(4), layers(1)
+    shared, own, alone = (
+        np.array(given.stretch(Fold(one, Cluster(spec)), CostModel(Cluster(spec), None)))
+        for given, one in ((jitter, many), (jitter._replace(per_rank=True), many), (jitter, one))
+    )
+    np.testing.assert_array_equal(shared, np.tile(alone, 4))
+    np.testing.assert_array_equal(own[: len(alone)], alone)
+    assert len(np.unique(own)) > 3 * len(np.unique(alone))
+    found = Prepared(many).play(Cluster(spec), None, jitter._replace(per_rank=True))
+    assert found.trace.num_ranks == 8
+    assert "rank by rank" in " ".join(report(found).evidence.notes)
+    assert "the same in every replica" in " ".join(
+        report(Prepared(many).play(Cluster(spec), None, jitter)).evidence.notes
+    )
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "barrier"])
+@pytest.mark.parametrize(("nodes", "per_node"), [(3, 4), (4, 2), (5, 3), (7, 1), (6, 8)])
+@pytest.mark.parametrize("name", ["hgx-h100", "l20-pcie"])
+def test_links_of_some_alike_nodes_tell_those_of_all(kind: Any, nodes: int, per_node: int, name: str) -> None:
+    """The loop over all rings and routes is the oracle: same bytes and latency, to the bit, and on every node."""
+    cluster = Cluster(machine(name, nodes, per_node))
+    ranks, nbytes = tuple(range(nodes * per_node)), 12_345
+    whole = link_traffic(kind, ranks, nbytes, cluster)
+    for first in range(1, nodes):
+        near = link_traffic(kind, ranks, nbytes, cluster, first * per_node)
+        assert near._replace(nbytes={}) == whole._replace(nbytes={})
+        assert near.nbytes.items() <= whole.nbytes.items()
+        if kind != "barrier":
+            own = [cluster.resources[link].group for link in near.nbytes]
+            assert {*own} == {cluster.resources[link].group for link in whole.nbytes}
+            assert len(near.nbytes) * nodes == len(whole.nbytes) * max(2, first)

@@ -1,0 +1,68 @@
+"""One change away: which setups there are, and what is said of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sim.base.errors import InputError
+from sim.plan.neighbours import neighbours, steps
+from sim.setup.setup import Setup
+from tests.engine.play.test_engines import requires_compiler
+
+
+def make_setup(schedule: str = "usp", **changes: Any) -> Setup:
+    fields = {"model": "tiny", "cluster": "hgx-h100", "seq": "8K", "gpus": 4, "layers": 1, "scope": "layer", **changes}
+    return Setup(schedule, **fields)
+
+
+def test_degrees_keep_all_gpus_in_use() -> None:
+    named = {step.change: step.setup for step in steps(make_setup(ulysses_degree=2, ring_degree=2))}
+    degrees = {change: setup.resolved().mesh for change, setup in named.items() if " x " in change}
+    assert {(mesh.ulysses, mesh.ring, mesh.dp) for mesh in degrees.values()} == {
+        (4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2),
+    }  # fmt: skip
+    assert "placement ring-inner" in named
+
+
+def test_options_of_steps_are_varied_in_steps_alone() -> None:
+    layer = {step.change for step in steps(make_setup("ulysses"))}
+    step = {step.change for step in steps(make_setup("ulysses", scope="step"))}
+    assert "all_to_alls async" in layer < step
+    assert {"checkpoint none", "checkpoint attention", "zero_stage 2", "micro_batches 2", "prefetch 2"} <= step
+    assert "zero_stage 1" not in step
+
+
+@pytest.mark.sweep
+@requires_compiler
+def test_the_setup_itself_is_one_row_and_others_are_held_against_it() -> None:
+    setup = make_setup("ring", seq="64K")
+    found = neighbours(setup)
+    (own,) = [row for row in found if not row["change"]]
+    assert (own["ratio"], own["error"]) == (1.0, "")
+    zigzag = next(row for row in found if row["change"] == "layout zigzag")
+    played = setup.replace(set={"schedule.layout": "zigzag"}).predicted()
+    assert zigzag["step_time_s"] == played.step_time_s
+    assert zigzag["ratio"] == played.step_time_s / setup.predicted().step_time_s < 1
+
+
+@requires_compiler
+def test_twice_the_replicas_are_held_against_it_by_the_token() -> None:
+    found = {row["change"]: row for row in neighbours(make_setup("ulysses", gpus=4, scope="attention"))}
+    row = found["ulysses 2 x dp 2"]
+    assert row["ratio"] == pytest.approx(row["step_time_s"] / found[""]["step_time_s"] / 2)
+
+
+@pytest.mark.sweep
+@requires_compiler
+def test_what_is_refused_is_last_with_its_reason() -> None:
+    found = neighbours(make_setup("ulysses", gpus=8, seq="8K"))
+    refused = [row for row in found if row["error"]]
+    assert found.rows[len(found) - len(refused) :] == refused
+    assert all(row["step_time_s"] is None for row in refused)
+
+
+def test_a_setup_that_cannot_be_played_is_refused() -> None:
+    with pytest.raises(InputError, match="ulysses"):
+        neighbours(make_setup("ulysses", gpus=3))

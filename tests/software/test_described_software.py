@@ -1,0 +1,221 @@
+"""Software by name: kernels that were counted in the place of fused ones, and what it has of the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import longstep
+from sim.base.errors import InputError
+from sim.engine.costs.cost import CostModel
+from sim.engine.intervals.interval import interval
+from sim.schedule.derive.kernels import KernelUse, kernel_uses
+from sim.schedule.derive.workspace import workspace_bytes
+from sim.schedule.ir.ops import CrossEntropy, RmsNorm
+from sim.setup.answers.answer import rests_on
+from sim.setup.unnamed_software import SLOWEST, slowest
+from sim.software.counted import load_counted
+from sim.software.kernels import running, runs_of
+from sim.software.software import Kernels, Software, load_software, software_names
+from sim.words.profile import load_profile
+from sim.words.workload import DTYPE_BYTES
+from tests.schedule.test_step import make_step, step
+from topology.cluster import Cluster, load_cluster
+
+STEP = {"model": "tiny", "seq": "4K", "cluster": "hgx-h100", "gpus": 2, "seeds": 1}
+NORM = Kernels(norm="transformers-llama:norm")
+MINE = """
+said = "mine"
+[kernels]
+norm = "transformers-llama:norm"
+[schedule]
+zero_stage = 1
+loss = "torch"
+checkpoint = "none"
+overlap = false
+[sources]
+"kernels.norm" = "assumed"
+"schedule.zero_stage" = "assumed"
+"schedule.checkpoint" = "assumed"
+"schedule.loss" = "assumed"
+"schedule.overlap" = "assumed"
+"""
+
+
+def mine(folder: Path, **replaced: str) -> str:
+    text = MINE
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", software_names())
+def test_what_ships_is_played_and_every_field_has_its_source(name: str) -> None:
+    software = load_software(name)
+    played = longstep.predict("zigzag", **STEP, software=name)
+    assert played.profile is not None
+    assert played.profile.software == software.said
+    assert f"; software: {software.said}" in rests_on(played)[0]
+    options = played.checked.schedule.header.options
+    assert {key: options[key] for key in software.schedule if key in options} == {
+        key: value for key, value in software.schedule.items() if key in options
+    }
+
+
+def test_kernels_of_a_norm_take_what_their_bytes_take_at_the_rate_of_the_memory() -> None:
+    """36 bytes an element in 8 kernels of which 6 pass over all elements, the other two over one number a row. Casts
+    and the product with weights, 16 of these bytes, read one element at a time.
+    """
+    profile = load_profile("h100-sxm")
+    eager = running(profile, NORM, "eager", "H100-SXM")
+    assert eager is running(profile, NORM, "eager", "H100-SXM")
+    assert eager is not None
+    cluster = load_cluster("hgx-h100")
+    cost = CostModel(Cluster(cluster), eager)
+    use = KernelUse("rms_norm", "", "bf16", (2**24,), 4 * 2**24, 4 * 2**24)
+    seconds, note = cost.kernel_seconds(0, use)
+    longer = 20 + 16 * profile.elementwise["scattered"]
+    assert seconds == pytest.approx(longer * 2**24 / (cluster.hbm.bytes_per_s * profile.memory_efficiency))
+    assert "elementwise" in note
+    launches = sum(one.launches for one in runs_of(NORM)["rms_norm"])
+    assert launches == 6
+    norm = next(op for op in make_step("zigzag", 2, step()).schedule.program(0).ops if isinstance(op, RmsNorm))
+    assert cost.issue_s(norm, use) == pytest.approx(launches * CostModel(Cluster(cluster), profile).issue_s(norm, use))
+
+
+def test_the_step_of_an_optimiser_with_its_clipping() -> None:
+    """Fused AdamW reads and writes 28 bytes a parameter; clipping before it reads 4 for the norm, and scales, 8."""
+    kernels = Kernels(optimiser="torch-optimisers:adamw-fused-fp32", clipping="torch-optimisers:clip-fp32")
+    bytes_each = {name: [one.bytes_per_element for one in run] for name, run in runs_of(kernels).items()}
+    assert bytes_each == {"adamw": [8, 28], "square_sum": [4]}
+    with pytest.raises(ValueError, match="clipping=x without optimiser"):
+        Kernels(clipping="x")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_loss_of_torch_is_what_was_counted(dtype: str) -> None:
+    """Of a model in bf16 14 bytes a logit forward and 22 backward, and 12 held at once."""
+    program = make_step("zigzag", 2, step(dtype=dtype), loss="torch").schedule.program(0)
+    number, op = next((n, op) for n, op in enumerate(program.ops) if isinstance(op, CrossEntropy))
+    use = kernel_uses(program)[number]
+    assert use is not None
+    counted = load_counted("torch-losses").part("loss")
+    kernels = [*counted.forward.kernels, *counted.backward.kernels]
+    each = {
+        one.kernel: one.reads.get("tokens*vocab", 0) + one.writes.get("tokens*vocab", 0)
+        for one in kernels
+        if dtype == "bf16" or one.kernel != "_to_copy"
+    }
+    casts = sum(one.kernel == "_to_copy" for one in kernels) if dtype == "bf16" else 0
+    elements = use.shape[0]
+    assert use.hbm_bytes == elements * sum(count * (2 if name == "_to_copy" else 1) for name, count in each.items())
+    assert len(use.loop) == casts + sum(1 for name, count in each.items() if count and name != "_to_copy")
+    tokens = op.labels.shape[0] * op.labels.shape[1]
+    assert 12 * elements <= workspace_bytes(op, program) <= 12 * elements + (9 + DTYPE_BYTES["fp32"]) * tokens
+    assert counted.peak["tokens*vocab"] == 12
+
+
+@pytest.mark.parametrize("loss", ["torch"])
+def test_a_step_is_proved_and_played_alike_by_both_engines(loss: str) -> None:
+    plays = [
+        longstep.predict("zigzag", **STEP, software="huggingface", engine=engine, set={"schedule.loss": loss})
+        for engine in ("simpy", "native")
+    ]
+    assert plays[0].trace.rows == plays[1].trace.rows
+
+
+def test_what_is_set_comes_before_a_stack_and_that_before_software(tmp_path: Path) -> None:
+    path = mine(tmp_path)
+
+    def options(**fields: object) -> dict[str, object]:
+        return dict(longstep.predict("zigzag", **STEP, software=path, **fields).checked.schedule.header.options)
+
+    assert (options()["zero_stage"], options()["checkpoint"], options()["overlap"]) == (1, "none", False)
+    assert options()["loss"] == "torch"
+    assert options(stack="alst")["loss"] == "chunked"
+    assert options(stack="alst", set={"schedule.loss": "whole"})["loss"] == "whole"
+    alone = longstep.predict("ulysses", **STEP, software=path, scope="layer")
+    assert "zero_stage" not in alone.checked.schedule.header.options
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"transformers-llama:norm"', '"transformers-llama"', "kernels.norm=transformers-llama: expected TABLE:PART"),
+        ('"transformers-llama:norm"', '"nothing:norm"', "unknown software 'nothing'"),
+        ('"transformers-llama:norm"', '"transformers-llama:nor"', "unknown part 'nor' .did you mean 'norm'"),
+        (
+            '"transformers-llama:norm"',
+            '"torch-losses:loss"',
+            "runs nothing that passes over tokens.hidden",
+        ),
+        ('"kernels.norm" = "assumed"', "", "sources: 'kernels.norm' is missing"),
+        ("zero_stage = 1\n", "", "'schedule.zero_stage' is stated nowhere"),
+        ("zero_stage = 1", "zero_stage = 4", "zero_stage"),
+        ("[kernels]", "[kernels]\nnorms = 1", "norms"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(tmp_path: Path, old: str, new: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        longstep.predict("zigzag", **STEP, software=mine(tmp_path, **{old: new}))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    table = Path("sim/software/counted/liger.toml").read_text()
+    (tmp_path / "table.toml").write_text(table)
+    path = mine(tmp_path, **{"transformers-llama:norm": f"{tmp_path}/table.toml:norm"})
+    before = longstep.predict("zigzag", **STEP, software=path).step_time_s
+    (tmp_path / "table.toml").write_text(table.replace('"tokens*hidden" = 2', '"tokens*hidden" = 200000'))
+    assert longstep.predict("zigzag", **STEP, software=path).step_time_s > before
+
+
+def test_software_is_of_gpus_and_needs_measured_rates() -> None:
+    with pytest.raises(InputError, match="at datasheet rates all kernels are alike"):
+        longstep.predict("zigzag", **STEP, profile="datasheet", set={"software.norm": "transformers-llama:norm"})
+    plain = longstep.predict("zigzag", **STEP, software="huggingface", profile="datasheet")
+    assert plain.checked.schedule.header.options["loss"] == "torch"
+    with pytest.raises(InputError, match="ranks are threads of a host"):
+        longstep.predict("ring", **STEP | {"cluster": "host"}, profile="datasheet", set={"software.norm": "liger:norm"})
+
+
+def test_where_nobody_names_it_the_interval_reaches_to_the_slowest() -> None:
+    """And naming any software narrows it."""
+    unnamed = longstep.predict("zigzag", **STEP)
+    assert unnamed.slowest is not None
+    assert unnamed.interval is not None
+    narrow = interval(unnamed.simulation)
+    assert narrow is not None
+    assert unnamed.slowest.seconds > unnamed.step_time_s
+    longer = unnamed.slowest.seconds / unnamed.step_time_s
+    assert unnamed.interval == (narrow.low_s, pytest.approx(narrow.high_s * longer))
+    assert "software: not named" in rests_on(unnamed)[0]
+    named = longstep.predict("zigzag", **STEP, software="huggingface")
+    assert named.slowest is None
+    assert named.interval == interval(named.simulation)
+    attention = longstep.predict("zigzag", **STEP, scope="attention")
+    assert attention.slowest is None
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seq", ["1K", "64K"])
+def test_the_slowest_is_the_slowest_of_those_that_ship(seq: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all layers of the model that is asked by default."""
+    simulation = longstep.predict("ulysses", seq=seq, seeds=1).simulation
+    seconds = {}
+    for name in software_names():
+        monkeypatch.setattr("sim.setup.unnamed_software.SLOWEST", name)
+        found = slowest(simulation)
+        assert found is not None
+        seconds[name] = found.seconds
+    assert seconds[SLOWEST] == max(seconds.values())
+
+
+def test_a_description_of_python() -> None:
+    software = Software(said="eager norms", kernels=NORM, sources={"kernels.norm": "assumed"})
+    setup = longstep.Setup("zigzag", **STEP, software=software)
+    assert setup.predicted().step_time_s > dataclasses.replace(setup, software=None).predicted().step_time_s
