@@ -58,7 +58,7 @@ class Prediction(PlayedStep):
         may be another one beyond. Raises InputError where there is no C compiler.
 
         >>> from sim.setup.setup import predict
-        >>> p = predict("ring", model="llama3-8b", seq="512K", cluster="hgx-h100")
+        >>> p = predict("ulysses", model="llama3-8b", seq="1M", cluster="hgx-h100")
         >>> row = p.elasticities()[0]
         >>> row["figure"], round(row["elasticity"], 1), row["bound_changes_nearby"]
         ('compute', -1.0, False)
