@@ -9,7 +9,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sim", "topology", "runtime", "calibrate", "experiments", "tests")
-PAGES = [ROOT / "README.md", *sorted(page for package in PACKAGES for page in (ROOT / package).rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(page for package in PACKAGES for page in (ROOT / package).rglob("*.md")),
+]
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SYNOPSIS = re.compile(r"\S  +\S| \[")
 """A line of a ``text`` block with alternatives in brackets, or with an explanation behind two spaces."""
