@@ -17,7 +17,7 @@ from sim.schedule.proof.check import Checked
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 from tests.helpers import make_model
-from tests.schedule.test_step import make_step, step
+from tests.schedule.model.test_step import make_step, step
 
 MODEL = msgspec.structs.replace(make_model(8, 4), vocab_size=512)
 

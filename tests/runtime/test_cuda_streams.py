@@ -20,7 +20,7 @@ from sim.schedule.ir.ops import COMPUTE, HostAdamW, HostSync, Kernel
 from sim.schedule.proof.check import Checked
 from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model, slow_but
-from tests.schedule.test_step import make_step, step
+from tests.schedule.model.test_step import make_step, step
 
 
 class Device:

@@ -38,9 +38,9 @@ from sim.schedule.proof.check import Checked, check
 from sim.words.mesh import Mesh
 from sim.words.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model, slow_but
-from tests.schedule.plans import HELPED, proved
-from tests.schedule.test_step import STACKS, enough, make_step, odd, step
-from tests.schedule.test_tiled_mlp import narrow
+from tests.schedule.methods.plans import HELPED, proved
+from tests.schedule.model.test_step import STACKS, enough, make_step, odd, step
+from tests.schedule.model.test_tiled_mlp import narrow
 from topology.cluster import Cluster
 from topology.specs import DramSpec, PcieSpec, SocketSpec
 

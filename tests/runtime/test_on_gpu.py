@@ -24,7 +24,7 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.words.workload import Workload, load_model
 from tests.helpers import make_checked
-from tests.schedule.test_step import make_step
+from tests.schedule.model.test_step import make_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 GPU = torch.device("cuda", 0)

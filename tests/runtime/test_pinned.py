@@ -17,7 +17,7 @@ from sim.schedule.ir.views import Buffer
 from sim.schedule.proof.check import Checked
 from sim.words.workload import Workload
 from tests.helpers import make_checked, make_model
-from tests.schedule.test_step import make_step, step
+from tests.schedule.model.test_step import make_step, step
 
 GPU = torch.device("cuda")
 

@@ -37,7 +37,7 @@ from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
 from sim.words.workload import DTYPE_BYTES, Workload, load_model
 from tests.helpers import make_model
-from tests.schedule.test_check_catches import refuses
+from tests.schedule.proof.test_check_catches import refuses
 
 LLAMA = block_of(load_model("tiny"))
 

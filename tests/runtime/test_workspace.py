@@ -45,7 +45,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.words.workload import DTYPE_BYTES, Dtype, QkNormName, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
 from tests.runtime.test_kernels import llama_norm
-from tests.schedule.test_step import make_step
+from tests.schedule.model.test_step import make_step
 
 META = torch.device("meta")
 EAGER = (EagerNorm, EagerNormBackward, EagerSwiGlu, EagerSwiGluBackward)

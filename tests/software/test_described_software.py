@@ -22,7 +22,7 @@ from sim.software.kernels import running, runs_of
 from sim.software.software import Kernels, Software, load_software, software_names
 from sim.words.profile import load_profile
 from sim.words.workload import DTYPE_BYTES
-from tests.schedule.test_step import make_step, step
+from tests.schedule.model.test_step import make_step, step
 from topology.cluster import Cluster, load_cluster
 
 STEP = {"model": "tiny", "seq": "4K", "cluster": "hgx-h100", "gpus": 2, "seeds": 1}

@@ -22,7 +22,7 @@ from sim.words.profile import Profile, load_profile
 from sim.words.workload import Workload
 from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
 from tests.helpers import make_model
-from tests.schedule.test_step import make_step, step
+from tests.schedule.model.test_step import make_step, step
 from topology.cluster import Cluster, load_cluster
 from topology.specs import DramSpec, HostSpec, SocketSpec
 

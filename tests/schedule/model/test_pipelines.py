@@ -1,0 +1,153 @@
+"""Pipelines of training steps: timetables by hand, proved with claims and exact, and what is wrong in them is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from runtime.execution.verify import BOUNDS, output_errors
+from runtime.execution.virtual import execute_virtual
+from sim.accounts.memory import walk
+from sim.schedule.ir.ops import Exchange, Op
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.model.step import Item, Timetable
+from sim.schedule.proof.check import check
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from sim.words.workload import Workload
+from tests.helpers import by_tier, make_model
+from tests.schedule.model.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble
+from tests.schedule.proof.test_check_catches import refuses
+
+
+class Case(NamedTuple):
+    """A pipeline of four micro-batches, unless it says another number."""
+
+    timetable: Timetable
+    split: tuple[int, ...]
+    mesh: Mesh
+    options: dict[str, Any] = {}  # noqa: RUF012 - never written to
+
+    def build(self, micros: int = 4) -> Schedule:
+        model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
+        workload = Workload(model=model, seq=16, batch=micros, dtype="fp64", scope="step", layers=sum(self.split))
+        given: dict[str, Any] = {"zero_stage": 0, "checkpoint": "none", "micro_batches": micros}
+        return pipelined(workload, self.mesh, self.timetable, self.split, LayerOptions(**{**given, **self.options}))
+
+
+TWO, RINGS = Mesh(pp=2), Mesh(pp=2, ring=2)
+CASES = {
+    "1F1B": Case(one_f_one_b, (2, 1), TWO),
+    "1F1B of three stages": Case(one_f_one_b, (1, 1, 1), Mesh(pp=3)),
+    "1F1B, the head alone": Case(one_f_one_b, (1, 0), TWO),
+    "GPipe": Case(gpipe, (1, 2), TWO),
+    "zero bubble": Case(zero_bubble, (2, 1), TWO),
+    "zero bubble of three stages": Case(zero_bubble, (1, 1, 1), Mesh(pp=3), {"sync": "last"}),
+    "zero bubble of rings, gradients sharded": Case(zero_bubble, (2, 1), RINGS, {"zero_stage": 2}),
+    "interleaved": Case(interleaved, (2, 1, 1, 1), TWO),
+    "1F1B of rings, nothing sharded": Case(one_f_one_b, (2, 1), RINGS),
+    "1F1B of rings, optimiser sharded": Case(one_f_one_b, (2, 1), RINGS, {"zero_stage": 1}),
+    "1F1B of rings, gradients sharded": Case(one_f_one_b, (2, 1), RINGS, {"zero_stage": 2}),
+    "1F1B of rings, one sum": Case(one_f_one_b, (1, 1), RINGS, {"zero_stage": 2, "sync": "last"}),
+    "interleaved rings, one sum": Case(interleaved, (1, 1, 1, 1), RINGS, {"zero_stage": 2, "sync": "last"}),
+    "in place": Case(one_f_one_b, (1, 1), TWO, {"sync": "last", "accumulate": "in-place", "loss": "chunked"}),
+    "activations on the host": Case(one_f_one_b, (1, 1), TWO, {"activations": "save-on-cpu"}),
+    "optimiser on the host": Case(one_f_one_b, (1, 1), RINGS, {"zero_stage": 1, "optimiser": "host"}),
+}
+QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble")
+
+
+@pytest.mark.parametrize("name", by_tier(QUICK, CASES, CASES))
+def test_pipelines_are_proved_and_exact(name: str) -> None:
+    """Losses, weights and moments equal those of one process."""
+    checked = check(CASES[name].build())
+    errors = output_errors(checked, execute_virtual(checked, torch.device("cpu"), 1))
+    assert errors.keys() >= {"new weights parameters", "new embedding parameters", "new first moments of weights"}
+    assert max(errors.values()) <= BOUNDS["fp64"]
+
+
+def spelled(items: list[Item]) -> str:
+    return " ".join(f"{item.kind[0]}{item.micro}.{item.chunk}" for item in items)
+
+
+def test_timetables_by_hand() -> None:
+    assert spelled(gpipe(1, 2, 3, 1)) == "F0.1 F1.1 F2.1 B2.1 B1.1 B0.1"
+    assert spelled(one_f_one_b(0, 2, 3, 1)) == "F0.0 F1.0 B0.0 F2.0 B1.0 B2.0"
+    assert spelled(one_f_one_b(1, 2, 3, 1)) == "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1"
+    assert spelled(one_f_one_b(0, 4, 2, 1)) == "F0.0 F1.0 B0.0 B1.0"
+    assert spelled(zero_bubble(0, 2, 3, 1)) == "F0.0 F1.0 B0.0 W0.0 F2.0 B1.0 W1.0 B2.0 W2.0"
+    assert spelled(zero_bubble(1, 2, 3, 1)) == "F0.1 B0.1 F1.1 B1.1 W0.1 F2.1 B2.1 W1.1 W2.1"
+    assert spelled(interleaved(1, 2, 2, 2)) == "F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1"
+
+
+@pytest.mark.parametrize("timetable", [gpipe, one_f_one_b, interleaved])
+def test_each_micro_batch_passes_each_chunk_once(timetable: Timetable) -> None:
+    chunks = 2 if timetable is interleaved else 1
+    for stages in (1, 2, 3):
+        for stage in range(stages):
+            items = timetable(stage, stages, 6, chunks)
+            assert len(set(items)) == len(items) == 2 * 6 * chunks
+            for item in items:
+                assert item.chunk % stages == stage
+                assert items.index(item._replace(kind="F")) <= items.index(item)
+
+
+def test_activations_of_how_many_micro_batches_are_held() -> None:
+    """The first of two stages holds those of two with 1F1B, and of all with GPipe."""
+
+    def peaks(timetable: Timetable) -> list[int]:
+        """Return those of 4, 5 and 6 micro-batches, without token ids, which come from outside."""
+        found = []
+        for micros in (4, 5, 6):
+            checked = check(Case(timetable, (1, 1), TWO).build(micros))
+            found.append(walk(checked.schedule.program(0), checked.dependencies[0]).peak_bytes - micros * 16 * 8)
+        return found
+
+    same, growing = peaks(one_f_one_b), peaks(gpipe)
+    assert same[0] == same[1] == same[2] < growing[0]
+    assert growing[2] - growing[1] == growing[1] - growing[0] > 0
+
+
+def changed(change: Callable[[int, Op], Op | None]) -> Schedule:
+    """Return a 1F1B of two stages with other ops, or without some."""
+    schedule = CASES["1F1B"].build()
+
+    def program(rank: int) -> Program:
+        own = schedule.program(rank)
+        ops = [change(rank, op) for op in own.ops]
+        return own.replace(ops=tuple([op for op in ops if op is not None]))
+
+    return Schedule(schedule.header, program)
+
+
+def test_a_stage_that_takes_micro_batches_in_another_order() -> None:
+    def crossed(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
+        items = one_f_one_b(stage, stages, micros, chunks)
+        return [item._replace(micro=(1, 0, *range(2, micros))[item.micro]) for item in items] if stage else items
+
+    refuses(Case(crossed, (2, 1), TWO).build(), "with other tokens")
+
+
+def test_a_norm_of_one_stage() -> None:
+    refuses(changed(lambda _, op: None if op.label == "norm of gradients" else op), "updates by a norm that lacks")
+
+
+def test_a_message_that_is_lost() -> None:
+    def lost(rank: int, op: Op) -> Op | None:
+        return None if rank and isinstance(op, Exchange) and op.label == "send dx" else op
+
+    refuses(changed(lost), "rank 1 sends 0 times to rank 0, which receives 4 times")
+
+
+def test_stages_that_wait_for_each_other() -> None:
+    """The first one for the gradient of a micro-batch, the second one for the micro-batches behind it."""
+
+    def stuck(stage: int, _stages: int, micros: int, _chunks: int) -> list[Item]:
+        in_turn = [item._replace(chunk=stage) for item in one_f_one_b(1, 2, micros, 1)]
+        return sorted(in_turn, key=lambda item: item.kind != "F") if stage else in_turn
+
+    refuses(Case(stuck, (2, 1), TWO).build(), "deadlock: rank 0 .* 'receive dx' on 'back 0'.; rank 1 .* 'receive x'")

@@ -1,0 +1,63 @@
+"""Tensor-parallel layers and pipelines for ``mutations`` to change."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import msgspec
+
+from sim.schedule.model.step import Timetable
+from sim.schedule.proof.check import Checked, check
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from sim.words.workload import Workload
+from tests.helpers import make_model
+from tests.schedule.model.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble
+from tests.schedule.model.tensor_parallel import tensor_parallel
+from tests.schedule.proof.mutation_steps import STEP_OPERATORS
+
+PIPELINES: tuple[tuple[Timetable, int, tuple[int, ...]], ...] = (
+    (gpipe, 2, (2, 1)),
+    (one_f_one_b, 2, (1, 2)),
+    (one_f_one_b, 2, (1, 0)),
+    (one_f_one_b, 3, (1, 1, 1)),
+    (zero_bubble, 2, (2, 1)),
+    (zero_bubble, 3, (1, 1, 1)),
+    (interleaved, 2, (1, 1, 1, 1)),
+)
+"""Timetables, how many stages they are for, and how many layers each chunk has."""
+PARALLEL_OPERATORS = {name: change for name, change in STEP_OPERATORS.items() if not name.startswith("mlp in tiles")}
+"""What changes weights, states and ends; none of these has tiles."""
+
+
+def drawn_parallel(draw: Random) -> tuple[str, Checked]:
+    """Return a proved schedule of one kind or the other, with what people call it."""
+    return drawn_layers(draw) if draw.random() < 0.5 else drawn_pipeline(draw)
+
+
+def drawn_layers(draw: Random) -> tuple[str, Checked]:
+    """Return tensor-parallel layers, alone or in rings."""
+    fields: dict[str, Any] = draw.choice([{}, {"mlp": "geglu"}, {"mlp": "gelu"}, {"norms": "around"}])
+    mesh = draw.choice([Mesh(tp=2), Mesh(tp=4), Mesh(tp=2, ring=3)])
+    model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=12, **fields)
+    workload = Workload(model=model, seq=24, dtype="fp64", scope="layer", layers=2)
+    return f"tp {mesh.tp}, ring {mesh.ring}, {fields}", check(tensor_parallel(workload, mesh))
+
+
+def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
+    """Return a training step of a pipeline, whose stages may be rings that share weights."""
+    timetable, stages, split = draw.choice(PIPELINES)
+    chosen: dict[str, Any] = {
+        "zero_stage": draw.choice((0, 1, 2)),
+        "sync": draw.choice(("every", "last")),
+        "loss": draw.choice(("whole", "chunked")),
+        "host_waits": draw.choice(("never", "micro-batch")),
+        "activations": draw.choice(("hbm", "hbm", "save-on-cpu")),
+    }
+    mesh = Mesh(pp=stages, ring=draw.choice((1, 1, 2)))
+    options = LayerOptions(micro_batches=4 if timetable is interleaved else 3, checkpoint="none", **chosen)
+    model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
+    workload = Workload(model=model, seq=16, batch=options.micro_batches, dtype="fp64", scope="step", layers=sum(split))
+    name = f"{timetable.__name__}, pp {stages} of {split}, ring {mesh.ring}, {chosen}"
+    return name, check(pipelined(workload, mesh, timetable, split, options))
