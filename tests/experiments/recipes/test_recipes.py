@@ -204,7 +204,16 @@ def test_plugins_of_the_machine_do_not_meet_the_tests(monkeypatch: pytest.Monkey
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1\n")
     (found / "entry_points.txt").write_text("[pytest11]\nwarns = warns\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/runtime/test_on_gpu.py"]
+    tests = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "tests/runtime/execution/test_on_gpu.py",
+    ]
     alone = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "DeprecationWarning" in alone.stdout + alone.stderr, "it is found"
     popen = subprocess.Popen

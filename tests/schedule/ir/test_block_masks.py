@@ -32,7 +32,7 @@ from sim.setup.block_masks import block_mask_of
 from sim.setup.setup import Setup
 from sim.words.workload import BlockMask, Workload
 from tests.helpers import VARIANTS, by_tier, make_model
-from tests.runtime.test_virtual import exact_or_refused
+from tests.runtime.execution.test_virtual import exact_or_refused
 
 NAMES = [name for name in SCHEDULES if name != "balanced-ring"]
 

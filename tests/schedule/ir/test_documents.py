@@ -20,7 +20,7 @@ from sim.schedule.write.blocks import blocks
 from sim.setup.setup import Setup
 from sim.words.workload import Workload
 from tests.helpers import VARIANTS, by_tier, make_model
-from tests.runtime.test_virtual import exact_or_refused
+from tests.runtime.execution.test_virtual import exact_or_refused
 from tests.schedule.model.test_step import is_exact, step
 
 LENGTHS = (5, 20, 1, 3, 11, 24)

@@ -20,7 +20,7 @@ from sim.words.patterns import AttentionSink, CausalBlockwise, Pattern, SharedQu
 from sim.words.workload import BlockMask, Workload
 from tests.batches.batches import in_band, patterns, sees
 from tests.helpers import VARIANTS, by_tier, make_model
-from tests.runtime.test_virtual import exact_or_refused
+from tests.runtime.execution.test_virtual import exact_or_refused
 
 NAMES = [name for name in SCHEDULES if name != "balanced-ring"]
 LAMBDA = AttentionSink(sink=3, window=7)

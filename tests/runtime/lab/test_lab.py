@@ -176,7 +176,7 @@ def test_ranks_in_a_row_reach_each_other_through_those_between(buildable: None) 
 
 
 HOLDS = """
-from tests.runtime.test_lab import flat
+from tests.runtime.lab.test_lab import flat
 from runtime.lab.lab import Lab
 with Lab(flat(2)) as lab:
     print(*lab.namespaces, flush=True)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gloo
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LONGSTEP = ("--no-python", sys.executable, "-c", "from experiments.verbs.cli import main; main()")
-RINGS = ("--no-python", sys.executable, "-c", "from tests.runtime.ring_under_torchrun import main; main()")
+RINGS = ("--no-python", sys.executable, "-c", "from tests.runtime.processes.ring_under_torchrun import main; main()")
 LIMIT_S = 120
 
 

@@ -44,7 +44,7 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
 from sim.words.workload import DTYPE_BYTES, Dtype, QkNormName, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
-from tests.runtime.test_kernels import llama_norm
+from tests.runtime.execution.test_kernels import llama_norm
 from tests.schedule.model.test_step import make_step
 
 META = torch.device("meta")

@@ -18,7 +18,7 @@ from sim.schedule.proof.check import Checked
 from sim.setup.setup import Setup
 from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, checked_or_refused, make_model, slow_but
-from tests.runtime.fake_gpu import issued
+from tests.runtime.execution.fake_gpu import issued
 
 pytestmark = pytest.mark.sweep
 KERNELS: dict[str, AttentionKernel] = {kernel.name: kernel for kernel in (Cudnn(), AtenFlash(), MemoryEfficient())}

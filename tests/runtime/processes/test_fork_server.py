@@ -165,7 +165,7 @@ def test_a_fork_of_a_program_neither_uses_its_server_nor_keeps_it(programs: Prog
     script = """
 import os, signal
 from runtime.processes.launch import Session
-from tests.runtime.test_fork_server import look_around
+from tests.runtime.processes.test_fork_server import look_around
 first = Session(1, timeout_s=30)
 print(first.call(look_around)[0].server, first.processes[0].pid, flush=True)
 fork = os.fork()

@@ -20,7 +20,7 @@ from runtime.execution.ops.cuda_attention import AtenFlash, FlashAttention2, Fla
 from runtime.execution.ops.packed import packed_backward, packed_forward
 from runtime.execution.reference import relative_error
 from sim.schedule.ir.masks import CAUSAL, FULL, Band, DocumentBlock, Span
-from tests.runtime.test_cuda_attention import banded
+from tests.runtime.execution.test_cuda_attention import banded
 
 Tensor = torch.Tensor
 Parts = tuple[DocumentBlock, ...]
