@@ -196,7 +196,7 @@ def test_transfers_over_nvlink_and_between_nodes_differ(profile: Profile) -> Non
     assert times["nic"] > 4 * times["nvlink"]
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 COMMON: dict[str, Any] = {"label": "", "communicator": "c"}
 PARTS = Split(View(0, ()), 0, 1)
 COLLECTIVES: dict[str, Collective] = {
