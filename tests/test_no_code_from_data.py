@@ -35,7 +35,7 @@ from tests.helpers import slow_but
 from tests.reading_code import ROOT, places
 
 CONFIGURATIONS = ROOT / "tests" / "setup" / "imports"
-PRINTED = ROOT / "tests" / "topology" / "printed"
+PRINTED = ROOT / "tests" / "topology" / "detect" / "printed"
 CONFIG = ROOT / "tests" / "words" / "hugging_face" / "llama-3-8b.json"
 RESULTS = ROOT / "experiments" / "results"
 SMALL = ("--cluster", "hgx-h100", "--gpus", "2", "--scope", "attention")

@@ -227,7 +227,7 @@ def test_a_fabric_needs_nics() -> None:
 ])  # fmt: skip
 def test_a_cluster_file_names_each_kind(keys: str, expected: Fabric, tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    preset = Path(__file__).parents[2] / "topology/hardware/hgx-h100.toml"
+    preset = Path(__file__).parents[3] / "topology/hardware/hgx-h100.toml"
     file.write_text(preset.read_text().replace("nodes = 1\n", "nodes = 4\n") + f"\n[fabric]\n{keys}\n")
     assert load_cluster(str(file)).fabric == expected
     file.write_text(file.read_text() + "uplinks = 3\n")
