@@ -8,7 +8,7 @@ import pytest
 
 from experiments.evidence.peaks import BESIDE, beside, spec_of
 from longstep import Setup
-from tests.experiments.verbs.test_cli import run
+from tests.experiments.verbs.typed import run
 from topology.cluster import load_cluster
 from topology.reserved import OF_CUDA, PARTS
 

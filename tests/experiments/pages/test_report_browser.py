@@ -17,7 +17,7 @@ import pytest
 from experiments.evidence.results import Result, read_result
 from experiments.pages.report.report_page import page
 from tests.experiments.pages.test_report_page import sweep_rows
-from tests.experiments.verbs.test_cli import H100, run
+from tests.experiments.verbs.typed import H100, run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "headless_shell"))), "")
 

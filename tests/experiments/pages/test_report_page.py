@@ -13,7 +13,7 @@ from experiments.pages.drawn.timeline import busy, memory_charts, of_chrome
 from experiments.pages.report.report_page import chapter, page, plotly_js
 from sim.base.errors import InputError
 from tests.experiments.pages.reading import HOSTILE, Read
-from tests.experiments.verbs.test_cli import H100, fails, run
+from tests.experiments.verbs.typed import H100, fails, run
 
 RECORD = Path(__file__).parents[3] / "experiments/results/2026-11-21-epyc-2-cores/cells.json"
 GIB = 2**30

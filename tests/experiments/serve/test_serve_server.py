@@ -23,7 +23,7 @@ from experiments.serve.answering.question import Question, setup_of
 from sim.base.errors import LongstepError
 from tests.experiments.serve.page_changes import FIRST, changed
 from tests.experiments.serve.serving import asked, memory_mb, served, tree, until
-from tests.experiments.verbs.test_cli import fails
+from tests.experiments.verbs.typed import fails
 from tests.reading_code import ROOT
 
 pytestmark = pytest.mark.gloo  # it starts processes

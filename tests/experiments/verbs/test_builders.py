@@ -1,16 +1,20 @@
-"""What a builder of the user's is given beside workload and mesh: options that it declares, and hints."""
+"""Builders of the user's: what they are given beside workload and mesh, and what is said of those that are wrong."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from pathlib import Path
 
 import pytest
 
+from experiments.verbs.cli import main
 from sim.base.errors import InputError
 from sim.engine.play.simulate import simulate
 from sim.setup.names import OwnSchedule
 from sim.setup.setup import Setup
+from tests.experiments.verbs import typed
+from tests.experiments.verbs.typed import H100, fails
 from topology.cluster import Cluster
 
 OWN = """
@@ -121,3 +125,68 @@ def test_inner_rings_are_those_of_a_node(per_node: int, width: int) -> None:
     communicators = {one.name: one.groups for one in selection.resolved().built().header.communicators}
     assert [len(group) for group in communicators.get("outer kv", ())] == ([32 // width] * width if width < 32 else [])
     assert width == 1 or communicators["inner kv"][0] == tuple(range(width))
+
+
+WITH_BODY = """
+from sim.words.mesh import Mesh
+from sim.schedule.methods import ring
+from sim.words.workload import Workload
+
+
+def build(workload: Workload, mesh: Mesh):
+    schedule = ring.build(workload, mesh)
+    {body}
+    return schedule
+
+
+def nothing(workload, mesh):
+    return None
+
+
+NUMBER = 1
+"""
+
+
+def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "my_module.py"
+    path.write_text(WITH_BODY.format(body="pass"))
+    found = typed.simulate(capsys, *H100, "--schedule", f"{path}:build")
+    assert found["schedule_hash"] == typed.simulate(capsys, *H100)["schedule_hash"]
+
+
+@pytest.mark.parametrize("name", ["torch", "queue"])
+def test_a_schedule_of_ones_own_hides_no_module(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    module, path = importlib.import_module(name), tmp_path / f"{name}.py"
+    path.write_text(WITH_BODY.format(body="pass"))
+    typed.simulate(capsys, *H100, "--schedule", f"{path}:build")
+    assert importlib.import_module(name) is module
+
+
+@pytest.mark.gloo
+def test_a_schedule_of_ones_own_that_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "my_module.py"
+    dropped = """import msgspec
+    programs = schedule.programs
+    programs[1] = programs[1].replace(ops=programs[1].ops[:1] + programs[1].ops[2:])
+    schedule._build, schedule._programs = programs.__getitem__, {}"""
+    path.write_text(WITH_BODY.format(body=dropped))
+    own = ("--schedule", f"{path}:build", *H100)
+    assert "rank 1 op" in fails(capsys, "simulate", *own)
+    with pytest.raises(SystemExit):
+        main(["show", *own])
+    assert ">>>" in capsys.readouterr().out, "the place is shown"
+    path.write_text(WITH_BODY.format(body="1 / 0"))
+    assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own)
+    assert "my_module.py:9: ZeroDivisionError" in fails(capsys, "simulate", *own, "--pad")
+    assert "its builder returned NoneType" in fails(capsys, "simulate", "--schedule", f"{path}:nothing", *H100)
+    assert "did you mean 'build'" in fails(capsys, "simulate", "--schedule", f"{path}:bild", *H100)
+    assert "unknown function 'NUMBER'" in fails(capsys, "simulate", "--schedule", f"{path}:NUMBER", *H100)
+    assert "unknown function 'dict'" in fails(capsys, "simulate", "--schedule", f"{path}:dict", *H100)
+    assert "or a function build(workload, mesh)" in fails(capsys, "simulate", "--schedule", f"{path}:Workload", *H100)
+    path.write_text(WITH_BODY.format(body="raise SystemExit(0)"))
+    assert "my_module.py:9: SystemExit: 0" in fails(capsys, "simulate", *own)
+    path.write_text("import sys; sys.exit(0)")
+    assert "importing" in fails(capsys, "simulate", *own)
+    path.write_text("import nothing_of_that_name")
+    assert "importing" in fails(capsys, "simulate", *own)
+    assert "there is no file" in fails(capsys, "simulate", "--schedule", "none.py:build")

@@ -11,7 +11,7 @@ from experiments.verbs.cli import main, parse
 from longstep import Setup
 from sim.base.errors import InputError
 from sim.compare.axes import MOST_TYPED, rows_of, values_of
-from tests.experiments.verbs.test_cli import fails, run, simulate
+from tests.experiments.verbs.typed import fails, run, simulate
 
 TINY = ("--model", "tiny", "--cluster", "hgx-h100", "--scope", "attention", "--seeds", "1")
 
