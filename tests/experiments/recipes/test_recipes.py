@@ -204,20 +204,12 @@ def test_plugins_of_the_machine_do_not_meet_the_tests(monkeypatch: pytest.Monkey
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: warns\nVersion: 1\n")
     (found / "entry_points.txt").write_text("[pytest11]\nwarns = warns\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "gpu",
-        "tests/runtime/execution/test_on_gpu.py",
-    ]
+    on_gpu = "tests/runtime/execution/test_on_gpu.py"
+    tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", on_gpu]
     alone = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "DeprecationWarning" in alone.stdout + alone.stderr, "it is found"
     popen = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **named: popen([*command[:-1], tests[-1]], **named))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **named: popen([*command[:-1], on_gpu], **named))
     recipe.gpu_tests(open_console())
 
 
