@@ -459,14 +459,14 @@ def test_what_ifs_of_one_figure_begin_with_what_it_changes(capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_the_price_of_memory_is_printed_for_training_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """Keeping more than inputs of layers takes 22.2 GB and more (``tests/plan/test_memory_price.py``)."""
+    """With 16 GB and 692 MiB more nothing is computed again (``tests/plan/test_memory_price.py`` compares all ways)."""
     step = (
         "simulate", "--model", "tiny", "--cluster", "hgx-h100", "--gpus", "2", "--layers", "3", "--schedule", "zigzag",
         "--seq", "256K",
     )  # fmt: skip
-    step = (*step, "--set", "cluster.hbm.capacity_bytes=22000000000", "--set", "schedule.loss=whole", "--sensitivity")
+    step = (*step, "--set", "cluster.hbm.capacity_bytes=16000000000", "--sensitivity")
     printed = " ".join(run(capsys, *step).split())
-    assert re.search(r"GPU memory of 20\.49 GiB: elasticity -\d", printed)
+    assert re.search(r"GPU memory of 14\.9 GiB: elasticity -\d", printed)
     assert "host memory of 931.3 GiB: elasticity 0, it does not bind the fastest way that fits" in printed
     rows = {row["figure"]: row for row in json.loads(run(capsys, *step, "--json"))}
     assert rows["GPU memory"]["elasticity"] < 0 == rows["host memory"]["elasticity"]
