@@ -26,7 +26,7 @@ from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.ir.ops import COMPUTE, OFFLOAD, Collective, Exchange, HostCopy, StateKernel
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.setup import Configuration
+from sim.setup.configuration import Configuration
 
 
 class Least(NamedTuple):
