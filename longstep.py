@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from sim.setup.fabric import fabric
     from sim.setup.imports.imported import Imported, imported
     from sim.setup.names import OwnSchedule, cluster, mesh, model, names, profile, workload
+    from sim.setup.predict import predict
     from sim.setup.prediction import Prediction, build, simulate
-    from sim.setup.setup import Setup, predict
+    from sim.setup.setup import Setup
 
 __all__ = [
     "Answer", "Comparison", "Diagnosis", "Explanation", "Imported", "InputError", "LongstepError", "Measured",
@@ -74,7 +75,8 @@ _HOMES = {
     "sim.plan.answer": ("Answer",),
     "sim.plan.reverse": ("cheapest", "fewest_gpus", "longest_context"),
     "sim.compare.roofline": ("machine_balance", "roofline"),
-    "sim.setup.setup": ("Setup", "predict"),
+    "sim.setup.predict": ("predict",),
+    "sim.setup.setup": ("Setup",),
     "sim.compare.sweep": ("sweep",),
     "sim.setup.answers.table": ("Table", "table"),
     "sim.compare.winners": ("winners",),

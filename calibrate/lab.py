@@ -26,7 +26,7 @@ from runtime.lab.lab import Lab
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from sim.base.errors import InputError
-from sim.engine.costs.cost import measured_cluster
+from sim.engine.costs.measured import measured_cluster
 from sim.schedule.ir.program import Program
 from sim.words.profile import TRANSFERS, Point, Profile
 from sim.words.workload import Dtype, ModelSpec

@@ -386,7 +386,7 @@ PLACES: dict[str, str] = {
     "sim/batches/files.py:_parquet": "lengths.parquet",
     "sim/batches/files.py:read_lengths": "lengths.txt",
     "sim/batches/lengths.py:histogram": OURS,
-    "sim/engine/costs/cost.py:measured_cluster": "profile",
+    "sim/engine/costs/measured.py:measured_cluster": "profile",
     "sim/engine/intervals/learned.py:shipped": OURS,
     "sim/base/files.py:_is_ours": "schedule, over it",
     "sim/base/files.py:write_whole": WRITES,

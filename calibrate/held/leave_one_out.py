@@ -12,8 +12,8 @@ import numpy as np
 
 from calibrate.held.points import Predictor, measured_s, size_of
 from calibrate.held.tiles import tile_models
-from sim.engine.costs.cost import measured_cluster
 from sim.engine.costs.kernel_table import drift, series_row
+from sim.engine.costs.measured import measured_cluster
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from sim.words.profile import TRANSFERS, Point, Profile, Spread
 from topology.cluster import Cluster

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import cached_property
 
 from sim.engine.channels import peer_of
-from sim.engine.costs.cost import CostModel, link_figures, measured_cluster
+from sim.engine.costs.cost import CostModel
 from sim.engine.costs.kernel_table import series_size
+from sim.engine.costs.measured import link_figures, measured_cluster
 from sim.engine.costs.tiles import use_of
 from sim.engine.costs.transfer_table import TransferTable, spread_of
 from sim.words.profile import HOST_COPIES, TRANSFERS, Point, Profile

@@ -12,7 +12,7 @@ import numpy as np
 from calibrate.held.points import Predictor, measured_s
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
-from sim.engine.costs.cost import measured_cluster
+from sim.engine.costs.measured import measured_cluster
 from sim.words.profile import Point, Profile, load_profile
 from topology.specs import ClusterSpec
 

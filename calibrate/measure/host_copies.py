@@ -8,7 +8,7 @@ from calibrate.measure.kernels import sample
 from runtime.processes.launch import Session
 from runtime.run import ScheduleRun
 from sim.accounts.trace import Row
-from sim.engine.costs.cost import HOST_COPY_KINDS
+from sim.engine.costs.on_host import HOST_COPY_KINDS
 from sim.schedule.ir.ops import FETCH, OFFLOAD, HostCopy, HostSync, Zero
 from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.proof.check import check

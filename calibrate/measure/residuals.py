@@ -13,7 +13,8 @@ from calibrate.measure.interference import compared
 from calibrate.measure.interference_schedules import Transfer, interference_schedules
 from calibrate.measure.kernels import time_kernel
 from runtime.processes.launch import Session
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.costs.phases import Activity, Flow
 from sim.engine.play.simulate import simulate
 from sim.schedule.proof.check import check

@@ -27,7 +27,7 @@ from sim.base.errors import InputError, RankError, unknown
 from sim.base.files import Output, make_folder, require_outputs
 from sim.base.presets import read_bytes
 from sim.base.units import percent, seconds
-from sim.engine.costs.cost import measured_cluster
+from sim.engine.costs.measured import measured_cluster
 from sim.setup.names import DATASHEET, one_of
 from sim.software.counted import COUNTED_FILE
 from sim.words.profile import (

@@ -25,7 +25,8 @@ from sim.schedule.ir.masks import FULL
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.gathered import gathered
 from sim.schedule.methods.planned import planned
-from sim.setup.setup import Configuration, Setup
+from sim.setup.configuration import Configuration
+from sim.setup.setup import Setup
 from sim.words.workload import DTYPE_BYTES
 from topology.cluster import Cluster
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
 from sim.base.errors import InputError
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse, unfused_use
 from sim.schedule.ir.ops import Attend, AttendBackward
 from sim.schedule.proof.check import Checked

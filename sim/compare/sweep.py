@@ -76,7 +76,7 @@ def sweep(
     it. Where a combination cannot be played its figures are None and ``error`` says why. The parts of a step are those
     of its critical rank. Raises InputError for a value that a cluster cannot have, before anything is played.
 
-    >>> from sim.setup.setup import predict
+    >>> from sim.setup.predict import predict
     >>> p = predict("ulysses", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=2)
     >>> found = sweep(p, {"cluster.nvlink.bytes_per_s": ["/2", "*1", "*2"]}, processes=1)
     >>> [row["step_time_s"] < p.step_time_s for row in found.rows]

@@ -13,7 +13,8 @@ import msgspec
 
 from sim.engine.results.figures import FIGURES, LAUNCHES, scaled, with_attention, with_calls
 from sim.setup import names
-from sim.setup.setup import Configuration, Setup
+from sim.setup.configuration import Configuration
+from sim.setup.setup import Setup
 from sim.setup.unnamed_software import SLOWEST
 from sim.software.attention import kernels_of
 from sim.software.software import load_software

@@ -18,8 +18,9 @@ from sim.diagnose.traced import kinds_s
 from sim.engine.intervals.interval import interval
 from sim.engine.play.simulate import Prepared, Simulation
 from sim.schedule.proof.check import Checked
+from sim.setup.configuration import Configuration
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 
 _ALARM = 2.576 / 1.645
 """By how much an interval of 90 % is widened to one of 99 %, as of a normal distribution: what is called ill is what

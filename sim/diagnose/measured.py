@@ -11,8 +11,8 @@ from sim.base.errors import InputError
 from sim.diagnose.kernel_names import WorkKind
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.write.attention import attention_flops
+from sim.setup.configuration import Configuration
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Configuration
 
 _SAME = 0.1
 """Figures of one run that are as near as this say the same: averages are over different steps."""

@@ -13,11 +13,12 @@ from typing import Any, Literal, NamedTuple
 from sim.base.errors import InputError, LongstepError
 from sim.plan.search.space import OPTIONS
 from sim.setup import names
+from sim.setup.configuration import Configuration
 from sim.setup.imports.facts import facts_of
 from sim.setup.imports.frameworks import Framework, Key, frameworks
 from sim.setup.imports.imported import Imported
 from sim.setup.imports.reading import File
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 
 By = Literal["flag", "nearest flag", "option"]
 """Whether a change is a key of the framework; one whose value is simulated as the nearest that there is; or only an

@@ -27,9 +27,10 @@ from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import record
+from sim.setup.configuration import Configuration
 from sim.setup.imports.imported import Imported, imported
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 
 CHANGES = 4
 """That are shown."""

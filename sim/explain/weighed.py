@@ -20,7 +20,8 @@ from sim.explain.changes import Change
 from sim.plan.fit import lengths_tried
 from sim.plan.search.bounds import least_room
 from sim.plan.search.branches import step_of
-from sim.setup.setup import Configuration, Setup
+from sim.setup.configuration import Configuration
+from sim.setup.setup import Setup
 
 MOST = 2**24
 """Tokens up to which the longest context is looked for."""

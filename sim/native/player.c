@@ -24,7 +24,7 @@ typedef double f64;
 typedef struct { f64 of[WORLDS]; } Worlds;
 #define EACH(k) for (int k = 0; k < WORLDS; k++)
 
-enum { KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY, HOST_KERNEL };  /* kinds of ops, as in lowered.py */
+enum { KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY, HOST_KERNEL };  /* kinds of ops, as in facts.py */
 enum { WAIT, LATENCY, FLOW };                                 /* kinds of phases, as in activities.py */
 enum { OWN_COMPUTE = -2, OWN_MEMORY = -3 };                   /* resources of the rank that runs an activity */
 enum { RESUME, PHASE, END, SETTLE, PARTED };                  /* what an event calls */

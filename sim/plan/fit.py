@@ -17,9 +17,10 @@ from sim.setup import names
 from sim.setup.answers.answer import grounds, what_fits
 from sim.setup.answers.rows import of_ladder
 from sim.setup.answers.table import Table
+from sim.setup.configuration import Configuration
 from sim.setup.global_batch import sequences_of
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 from sim.setup.stacks import STACKS, TECHNIQUES
 
 PER_OCTAVE = 16

@@ -11,8 +11,9 @@ from sim.engine.intervals.extrapolated import extrapolated
 from sim.plan.search.space import OPTIONS
 from sim.setup import names
 from sim.setup.answers.table import Table
+from sim.setup.configuration import Configuration
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 from sim.words.options import OF_STEPS
 
 

@@ -22,7 +22,8 @@ from sim.plan.search.search import Progress, Search
 from sim.plan.search.space import ANYTHING, OPTIONS, Branch, Family, Target, as_ring, families
 from sim.setup import names
 from sim.setup.answers.table import Table
-from sim.setup.setup import Configuration, Setup
+from sim.setup.configuration import Configuration
+from sim.setup.setup import Setup
 
 LAST = 0.3
 """Which share of its time a question keeps for the plan of what it found."""

@@ -10,7 +10,7 @@ import msgspec
 
 from sim.base.errors import InputError, unknown
 from sim.base.presets import override
-from sim.engine.costs.cost import measured_cluster
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.play.jitter import KERNELS, Jitter, require_seeds
 from sim.engine.play.simulate import Engine
 from sim.setup import names

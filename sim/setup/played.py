@@ -78,7 +78,7 @@ class PlayedStep:
         narrower than those of both, since they rest on the same costs; None where nothing is known of how far these are
         off. Takes two simulations of each.
 
-        >>> from sim.setup.setup import predict
+        >>> from sim.setup.predict import predict
         >>> p = predict("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=1)
         >>> ratio = p.replace(schedule="ring").over(p)
         >>> ratio.expected > 1, ratio.tied
@@ -131,7 +131,7 @@ class PlayedStep:
     def critical_path(self) -> list[Span]:
         """Return what the step's end waited for, back to its start: spans without gaps, in the order of time.
 
-        >>> from sim.setup.setup import predict
+        >>> from sim.setup.predict import predict
         >>> p = predict("ulysses", model="llama3-8b", seq="64K", cluster="hgx-h100", layers=1)
         >>> spans = p.critical_path()
         >>> spans[0].begin_s, spans[-1].end_s == p.step_time_s, spans[-1].on

@@ -41,7 +41,7 @@ from topology.specs import ClusterSpec
 class Prediction(PlayedStep):
     """One simulated step of a schedule on a cluster. What it says is computed when first asked for, and kept.
 
-    >>> from sim.setup.setup import predict
+    >>> from sim.setup.predict import predict
     >>> p = predict("ulysses", model="llama3-8b", seq="16M", cluster="hgx-h100")
     >>> p.fits, p.bound_by, p.interval.low_s < p.step_time_s < p.interval.high_s
     (False, 'compute', True)
@@ -57,7 +57,7 @@ class Prediction(PlayedStep):
         An elasticity of -0.5 is 1 % less time for 2 % more of a rate. Where ``bound_changes_nearby``, within 2 %, it
         may be another one beyond. Raises InputError where there is no C compiler.
 
-        >>> from sim.setup.setup import predict
+        >>> from sim.setup.predict import predict
         >>> p = predict("ulysses", model="llama3-8b", seq="1M", cluster="hgx-h100")
         >>> row = p.elasticities()[0]
         >>> row["figure"], round(row["elasticity"], 1), row["bound_changes_nearby"]
@@ -68,7 +68,7 @@ class Prediction(PlayedStep):
     def replace(self, **changes: Any) -> Prediction:
         """Return the prediction with other arguments of ``predict`` (or ``simulate``): a what-if.
 
-        >>> from sim.setup.setup import predict
+        >>> from sim.setup.predict import predict
         >>> p = predict("ulysses", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=2, layers=2)
         >>> p.replace(set={"cluster.nvlink.bytes_per_s": "*2"}).step_time_s < p.step_time_s
         True

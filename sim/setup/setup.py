@@ -1,34 +1,26 @@
-"""What to look at, by name; and the objects that these names stand for."""
+"""What to look at, by name."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from sim.base.errors import InputError, LengthError, unknown
+from sim.base.errors import InputError, unknown
 from sim.base.garbage import garbage_collection_off
-from sim.engine.costs.cost import CostModel
-from sim.engine.play.jitter import STEADY, Jitter
-from sim.engine.play.simulate import Engine, simulate
-from sim.schedule.ir.program import Schedule
+from sim.engine.play.simulate import simulate
 from sim.schedule.methods.catalog import Build, Entry
-from sim.schedule.methods.hints import Hints
-from sim.schedule.methods.one_device import on_one_device
-from sim.schedule.proof.check import Checked, check
+from sim.schedule.proof.check import Checked
 from sim.setup import names
-from sim.setup.effort import BUILT, Asked, require_small
+from sim.setup.configuration import Configuration
 from sim.setup.global_batch import of_each, sequences_of
 from sim.setup.machine import changed_kernels, engine_of, equipped, jitter_of, kernels_on, rated, running
-from sim.setup.masks import Kept
 from sim.setup.names import (
     CLUSTER,
     MODEL,
@@ -41,19 +33,16 @@ from sim.setup.names import (
     at_least_one,
     one_of,
 )
-from sim.setup.prediction import Prediction, blaming_the_builder, built, require_known
+from sim.setup.prediction import Prediction, require_known
+from sim.setup.ranks import Degrees, mesh_of, shared_gpus, sized
 from sim.setup.stacks import stack_of
 from sim.software.software import Kernels, Software, load_software
-from sim.words.mesh import AXES, Mesh
+from sim.words.mesh import Mesh
 from sim.words.options import OF_LAYERS, OF_STEPS
 from sim.words.profile import Profile
-from sim.words.workload import BlockMask, ModelSpec, Workload
+from sim.words.workload import BlockMask, ModelSpec
 from topology.cluster import Cluster
-from topology.host import host_facts
 from topology.specs import ClusterSpec
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -208,14 +197,14 @@ class Setup:
             mesh=mesh,
             options=options,
             entry=entry,
-            spec=self._sized(spec, 1 if self.one_device else mesh.size),
+            spec=sized(spec, 1 if self.one_device else mesh.size, self.nodes),
             profile=rated(running(profile, run, software, spec, options), workload.scope, overrides["profile"]),
             jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
             yes=self.yes,
         )
-        return _padded(found) if self.pad else found
+        return found.padded() if self.pad else found
 
     def without_cp(self) -> Setup:
         """Return it with GPUs and replicas in the place of ``cp``; itself where it has none. Raises InputError where
@@ -276,8 +265,9 @@ class Setup:
         sequences = sequences_of(self.global_batch, self.sequence_length)
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
-        gpus, replicas = self._shared_gpus(entry, spec)
-        mesh = self._mesh(entry, spec, self.model_spec, gpus, int(replicas))
+        dp = int(self.dp_degree)
+        gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp)
+        mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
         each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
         found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
@@ -287,25 +277,6 @@ class Setup:
     def sequence_length(self) -> int:
         """Tokens of a sequence: of its documents, where it has some."""
         return names.tokens("seq", self.seq) if self.documents is None else sum(names.lengths_of(self.documents))
-
-    def _shared_gpus(self, entry: Entry, spec: ClusterSpec) -> tuple[int | None, int]:
-        """Return GPUs and replicas: these by the degrees where all say how many ranks share a sequence, and no replicas
-        are given.
-        """
-        degrees = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
-        shared, gpus = math.prod(degrees[name] or 1 for name in entry.degrees), self.gpus
-        if self.dp_degree > 1 or any(degrees[name] is None for name in entry.degrees):
-            return gpus, self.dp_degree
-        if gpus is None and self.nodes is not None:
-            gpus = spec.gpus_per_node * self.nodes
-        gpus = gpus or spec.gpus_meant or shared
-        if gpus % shared:
-            near = " or ".join(str(shared * count) for count in (gpus // shared, gpus // shared + 1) if count)
-            raise InputError(
-                f"`gpus` {gpus} is no multiple of the {shared} ranks that share a sequence: set `gpus` to {near}, or "
-                f"the degrees"
-            )
-        return gpus, gpus // shared
 
     def _has_turns(self, entry: Entry, given: list[tuple[str, str]]) -> bool:
         """Return whether its schedule has micro-batches of which nothing is set."""
@@ -367,38 +338,14 @@ class Setup:
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
 
+    @property
+    def _degrees(self) -> Degrees:
+        return {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
+
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
-        """Return the degrees: those that were given; the GPUs that they leave go to what the schedule splits."""
-        given = {"ulysses": self.ulysses_degree, "ring": self.ring_degree}
-        for name, degree in given.items():
-            if (degree or 1) > 1 and name not in entry.degrees:
-                takes = "".join(f", only `{other}_degree`" for other in entry.degrees)
-                raise InputError(
-                    f"`{name}_degree` {degree}: schedule {names.schedule_name(self.played)!r} has none{takes}; leave "
-                    f"it out, or choose another `schedule`"
-                )
-        inside = (given["ulysses"] or 1) * (given["ring"] or 1)
-        product = dp * inside
-        if gpus is None and (not entry.degrees or inside > 1):
-            gpus = product
-        elif gpus is None and spec.gpu.kind == "cpu":
-            gpus = dp * max(1, host_facts().cores // dp)
-        elif gpus is None:
-            gpus = spec.gpus_meant or spec.gpus_per_node * (self.nodes or dp * spec.nodes)
-        if given == {"ulysses": None, "ring": None} and gpus % dp == 0 and (entry.degrees or gpus == dp):
-            return msgspec.structs.replace(entry.mesh(gpus // dp, model), dp=dp)
-        rest = next((name for name in entry.degrees if given[name] is None), None)
-        if rest and gpus % product == 0:
-            given[rest] = gpus // product
-        degrees = {name: degree or 1 for name, degree in given.items()} | {"dp": dp}
-        if math.prod(degrees.values()) != gpus:
-            named = {**given, "dp": dp if dp > 1 else None}
-            said = " x ".join(f"`{name}_degree` {degree}" for name, degree in named.items() if degree)
-            raise InputError(
-                f"`gpus` {gpus} is not {said or 'the one rank that this schedule takes'}"
-                f"{'' if rest is None else f', or a multiple of {product}'}: set `gpus` {product}, or the degrees"
-            )
-        return Mesh(ulysses=degrees["ulysses"], ring=degrees["ring"], dp=dp)
+        """Return what its degrees stand for, on so many GPUs and in so many replicas."""
+        name = names.schedule_name(self.played)
+        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and
@@ -413,131 +360,12 @@ class Setup:
         own = [(name, value) for name, value in given if not placed or name != "placement"]
         return mesh, names.options(entry, names.schedule_name(self.played), own, "`set` schedule.", beside)
 
-    def _sized(self, spec: ClusterSpec, ranks: int) -> ClusterSpec:
-        """Return the spec with enough nodes, or as many as were asked for."""
-        if spec.gpu.kind == "cpu" and (self.nodes or 1) > 1:
-            raise InputError(f"`nodes` {self.nodes}: the host is one machine; set `nodes` 1")
-        if spec.gpus_meant and ranks > spec.gpus_meant:
-            raise InputError(
-                f"`gpus` {ranks}: {spec.gpus_meant} {spec.gpu.name} were asked for by name; set `gpus` to at most "
-                f"that, or `cluster` {ranks}x{spec.gpu.name}"
-            )
-        per_node = spec.gpus_per_node
-        nodes = self.nodes or max(spec.nodes, -(-ranks // per_node) if spec.nic else spec.nodes)
-        if nodes > 1 and spec.nic is None:
-            raise InputError(f"`nodes` {nodes}: cluster {spec.name!r} has no [nic]; set `nodes` 1")
-        sized = spec.of_nodes(nodes)
-        if ranks > nodes * per_node:
-            raise InputError(
-                f"`gpus` {ranks}: cluster {spec.name!r} has {nodes} x {per_node} = {nodes * per_node}; set `gpus` to "
-                f"at most that" + (", or `nodes`" if spec.nic else ", or give it a table [nic] and set `nodes`")
-            )
-        if self.nodes and ranks <= (nodes - 1) * per_node:
-            raise InputError(
-                f"`nodes` {nodes}: {ranks} ranks fill {-(-ranks // per_node)} of them; set `gpus` {nodes * per_node}, "
-                f"fewer `nodes`, or `set` cluster.gpus_per_node={max(1, ranks // nodes)}"
-            )
-        return sized
-
 
 @cache
 def _types_taken() -> dict[str, tuple[type, ...]]:
     """Return the types that each field of a setup takes."""
     hints = {name: hint for name, hint in get_type_hints(Setup).items() if name != "_"}
     return {name: tuple(get_origin(one) or one for one in get_args(hint) or (hint,)) for name, hint in hints.items()}
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What a setup stands for."""
-
-    schedule: str
-    """As the user named it."""
-    workload: Workload
-    mesh: Mesh
-    options: Any
-    """Of the schedule; None if it takes none."""
-    entry: Entry
-    spec: ClusterSpec
-    profile: Profile | None
-    jitter: Jitter = STEADY
-    engine: Engine = "auto"
-    one_device: bool = False
-    yes: bool = False
-
-    def has_schedule_of(self, other: Configuration) -> bool:
-        """Return whether its schedule is that of another one, whatever they are played on; never where the builder asks
-        about the machine.
-        """
-
-        def what(one: Configuration) -> tuple[object, ...]:
-            return one.entry, one.workload, one.mesh, one.options, one.one_device
-
-        return what(self) == what(other) and not self.entry.takes_hints
-
-    @property
-    def asked(self) -> Asked:
-        """What is to be built."""
-        return Asked(self.schedule, self.entry, self.workload, self.mesh, self.options, self.hints)
-
-    def built(self, ranks: int | None = None, share: float = BUILT) -> Schedule:
-        """Return the schedule, of which so many ranks' programs are wanted, by default all; raises InputError also
-        where a builder of the user's fails, and TooLargeError where that takes longer than is spent without asking;
-        ``share`` as of ``Estimate``.
-        """
-        require_small(self.asked, ranks, share, yes=self.yes)
-        return built(self.entry, self.workload, self.mesh, self.options, self.hints)
-
-    def checked(self) -> Checked:
-        """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
-        schedule = self.built(share=1.0)
-        with blaming_the_builder():
-            checked = check(schedule)
-        return check(on_one_device(checked)) if self.one_device else checked
-
-    @cached_property
-    def cluster(self) -> Cluster:
-        """The cluster, built."""
-        return Cluster(self.spec)
-
-    @property
-    def hints(self) -> Hints:
-        """What a builder may ask: the cost model is made when it first does."""
-        cost = cache(lambda: CostModel(self.cluster, self.profile))
-        return Hints(self.spec.gpus_per_node, lambda use: cost().kernel_seconds(0, use)[0])
-
-    @property
-    def title(self) -> str:
-        """One line that names what is played."""
-        w = self.workload
-        ranks = f"{self.mesh.size} ranks on one" if self.one_device else f"{self.mesh.size} x"
-        scope = names.scope_title(w.scope, w.layers)
-        length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
-        mask = Kept(w.mask, w.window, w.pattern or None).name
-        mask += f", {len(w.document_lengths)} documents" if len(w.document_lengths) > 1 else ""
-        return (
-            f"{self._schedule_title}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
-            f"{ranks} {self.spec.gpu.name} ({self.spec.name})"
-        )
-
-    @property
-    def _schedule_title(self) -> str:
-        """The schedule with what was chosen of it: degrees where there are two, options that are not the default, and
-        how often key/value heads are replicated.
-        """
-        mesh, kv_heads = self.mesh, self.workload.model.num_kv_heads
-        said = []
-        if mesh.ulysses > 1 and mesh.ring > 1:
-            said.append(f"U {mesh.ulysses} x R {mesh.ring}")
-        if mesh.dp > 1:
-            said.append(f"{mesh.dp} replicas")
-        said += [f"placement {name}" for name, order in PLACEMENTS.items() if order == mesh.order != AXES]
-        for name, value in msgspec.to_builtins(self.options or {}).items():
-            if value != getattr(self.entry.declared, name):
-                said.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
-        if mesh.ulysses > kv_heads:
-            said.append(f"each of {kv_heads} key/value heads on {mesh.ulysses // kv_heads} ranks")
-        return self.schedule + (f" ({', '.join(said)})" if said else "")
 
 
 class _Proved(NamedTuple):
@@ -567,43 +395,3 @@ def _overrides(changes: Overrides) -> dict[str, list[tuple[str, str]]]:
             raise unknown("prefix", root, found, "`set` PREFIX.KEY=VALUE")
         found[root].append((path, value))
     return found
-
-
-def _padded(found: Configuration) -> Configuration:
-    """Return a configuration with as many tokens of padding as the schedule needs."""
-    try:
-        found.built(ranks=1, share=1.0)
-    except LengthError as error:
-        padding = error.above - found.workload.seq
-        workload = msgspec.structs.replace(found.workload, seq=error.above, padding=padding)
-        return dataclasses.replace(found, workload=workload)
-    return found
-
-
-def _of_fields(setup: Callable[P, Setup]) -> Callable[[Callable[[Setup], R]], Callable[P, R]]:
-    """Return a decorator that turns a function of a setup into one of the setup's fields, which so stand once."""
-
-    def decorated(function: Callable[[Setup], R]) -> Callable[P, R]:
-        @functools.wraps(function)
-        def called(*args: P.args, **fields: P.kwargs) -> R:
-            require_known(fields, inspect.signature(setup).parameters)
-            return function(setup(*args, **fields))
-
-        returns = inspect.signature(function).return_annotation
-        vars(called)["__signature__"] = inspect.signature(setup).replace(return_annotation=returns)
-        return called
-
-    return decorated
-
-
-@_of_fields(Setup)
-def predict(setup: Setup) -> Prediction:
-    """Return the prediction of one step; the arguments are the fields of ``Setup``, the first is the schedule.
-
-    Raises InputError for a value that cannot be used, with what is allowed.
-
-    >>> p = predict("zigzag", model="llama3-8b", seq="64K", cluster="hgx-h100", gpus=4, layers=2)
-    >>> p.report.evidence.profile
-    'h100-sxm'
-    """
-    return setup.predicted()

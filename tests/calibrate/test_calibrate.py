@@ -32,7 +32,7 @@ from experiments.verbs import calibrate as verb
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
 from sim.base.errors import RankError
-from sim.engine.costs.cost import measured_cluster
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.play.simulate import simulate
 from sim.schedule.derive.kernels import attention_use
 from sim.schedule.ir.masks import CAUSAL

@@ -19,7 +19,8 @@ from calibrate.plan import Plan
 from calibrate.published.reading import kernel_point, transfer_point
 from runtime.execution.ops.attention_choice import NAMES
 from runtime.processes.launch import Session
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL
 from sim.schedule.ir.ops import HostCopy

@@ -12,7 +12,8 @@ import pytest
 import longstep
 from sim.base.errors import InputError
 from sim.base.presets import load_toml
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.costs.tiles import use_of
 from sim.schedule.derive.kernels import ATTENTION_KERNELS, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, Band

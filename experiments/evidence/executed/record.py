@@ -21,8 +21,9 @@ from sim.base.files import Kind, Output, decoded_by
 from sim.base.presets import from_json, read_bytes
 from sim.base.units import percent
 from sim.engine.intervals.interval import Interval
+from sim.setup.configuration import Configuration
 from sim.setup.machine import equipped
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 from sim.words.profile import Profile
 
 ENOUGH = 0.8

@@ -26,9 +26,10 @@ from sim.base.units import FEW, length, seconds, size
 from sim.compare.portions import COLUMNS, Row
 from sim.plan.fit import longest
 from sim.plan.search.branches import least_limits, least_of
+from sim.setup.configuration import Configuration
 from sim.setup.effort import Effort, effort_of
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 from sim.setup.spelled import command_of, python_of
 
 BUDGET_S, BUDGET_BYTES = 10.0, 2.0e9

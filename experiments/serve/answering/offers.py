@@ -9,8 +9,9 @@ from typing import Any
 from sim.base.errors import InputError
 from sim.plan.fit import using
 from sim.schedule.methods.catalog import NAMED
+from sim.setup.configuration import Configuration
 from sim.setup.names import ONE_REPLICA
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 from sim.setup.stacks import TECHNIQUES
 
 RATES = ("nvlink", "pcie", "nic", "hbm")

@@ -18,8 +18,8 @@ from sim.engine.results.sensitivity import bound
 from sim.schedule.derive.replicas import folds
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked
+from sim.setup.configuration import Configuration
 from sim.setup.prediction import Prediction
-from sim.setup.setup import Configuration
 
 _KEPT_OPS = 60_000
 """Ops of all schedules that are kept, to be played again on another machine; the latest is, however large."""

@@ -11,7 +11,7 @@ import msgspec
 from sim.accounts.breakdown import critical_rank, overlapped_s
 from sim.accounts.trace import Trace
 from sim.base.kept import kept
-from sim.engine.costs.cost import measured_cluster
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.intervals.learned import Learned, Reach, shipped
 from sim.engine.intervals.regime import regime
 from sim.engine.play.simulate import Simulation, simulate

@@ -12,8 +12,9 @@ import numpy as np
 from sim.base.errors import InputError
 from sim.engine.costs.cost import CostModel
 from sim.engine.costs.phases import Activity, Flow, Latency, Wait
+from sim.engine.play.facts import Array
 from sim.engine.play.jitter import Stretch
-from sim.engine.play.lowered import Array, Lowered, Times
+from sim.engine.play.lowered import Lowered, Times
 from sim.native.library import load
 from topology.cluster import Cluster
 from topology.host import num_cores

@@ -25,8 +25,9 @@ import numpy as np
 from sim.engine.costs.cost import CostModel
 from sim.engine.costs.phases import Activity, Flow, Latency, located
 from sim.engine.play.clock import Clock, Then
+from sim.engine.play.facts import largest_message, part_bytes
 from sim.engine.play.jitter import Stretch
-from sim.engine.play.lowered import Times, largest_message, part_bytes
+from sim.engine.play.lowered import Times
 from sim.engine.play.network import Network
 from sim.schedule.derive.matching import Key
 from sim.schedule.derive.replicas import whole_group

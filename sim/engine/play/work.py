@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sim.base.kept import kept
-from sim.engine.costs.cost import host_bytes
+from sim.engine.costs.on_host import host_bytes
 from sim.engine.play.lowered import lowered
 from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.ir.ops import OFFLOAD, CollectiveName, HostCopy

@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sim.engine.play.lowered import (
-    COLLECTIVE,
-    EXCHANGE,
-    HOST_COPY,
-    HOST_KERNEL,
-    HOST_SYNC,
-    KERNEL,
-    Array,
-    Lowered,
-    lowered,
-)
+from sim.engine.play.facts import COLLECTIVE, EXCHANGE, HOST_COPY, HOST_KERNEL, HOST_SYNC, KERNEL, Array
+from sim.engine.play.lowered import Lowered, lowered
 from sim.engine.play.simulate import Simulation
 from sim.engine.play.work import played, work_of
 from sim.engine.traffic.collectives import link_traffic

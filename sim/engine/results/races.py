@@ -6,7 +6,8 @@ import numpy as np
 
 from sim.accounts.breakdown import critical_rank
 from sim.engine.costs.phases import Flow
-from sim.engine.play.lowered import COLLECTIVE, EXCHANGE, KERNEL, Array, lowered
+from sim.engine.play.facts import COLLECTIVE, EXCHANGE, KERNEL, Array
+from sim.engine.play.lowered import lowered
 from sim.engine.play.native import held
 from sim.engine.play.simulate import Simulation
 

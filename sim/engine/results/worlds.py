@@ -19,7 +19,8 @@ import numpy as np
 from sim.engine.costs.cost import CostModel
 from sim.engine.costs.phases import Activity, Flow
 from sim.engine.play import native
-from sim.engine.play.lowered import Array, Lowered, lowered
+from sim.engine.play.facts import Array
+from sim.engine.play.lowered import Lowered, lowered
 from sim.engine.play.simulate import Simulation
 from sim.engine.results.figures import HOST_CALLS, LAUNCHES, Figure, scaled, with_calls
 from sim.native.library import load

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from sim.accounts.memory import walk
 from sim.base.garbage import garbage_collection_off
 from sim.engine.costs.cost import CostModel
-from sim.engine.play.lowered import largest_part
+from sim.engine.play.facts import largest_part
 from sim.engine.play.work import Work
 from sim.engine.results.report import link_floors
 from sim.engine.results.room import Room, room_of
@@ -26,7 +26,7 @@ from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.ir.ops import COMPUTE, OFFLOAD, Collective, Exchange, HostCopy, StateKernel
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
-from sim.setup.setup import Configuration
+from sim.setup.configuration import Configuration
 
 
 class Least(NamedTuple):

@@ -10,7 +10,7 @@ from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.program import Header
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked
-from sim.setup.setup import Configuration
+from sim.setup.configuration import Configuration
 
 __all__ = ["Room", "held_behind_passes", "room"]
 

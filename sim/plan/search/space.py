@@ -16,8 +16,9 @@ from sim.plan.search.tensors import DECIDED, as_options, grid_of
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.schedule.model.adapters import adapts_mlp
 from sim.setup import names
+from sim.setup.configuration import Configuration
 from sim.setup.global_batch import ANY, divisors, sequences_of
-from sim.setup.setup import Configuration, Setup
+from sim.setup.setup import Setup
 from sim.words.options import LayerOptions
 
 OPTIONS: dict[str, tuple[str, ...]] = {

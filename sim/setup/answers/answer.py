@@ -37,7 +37,7 @@ def sentence(predictions: Sequence[PlayedStep]) -> str:
     """Return what one prediction says, or several of one step: which schedule is fastest of those that fit, in which
     time with which interval, how much memory is left, and how far the others are behind.
 
-    >>> from sim.setup.setup import predict
+    >>> from sim.setup.predict import predict
     >>> p = predict("zigzag", seq="64K", scope="attention")
     >>> print(sentence([p, p.replace(schedule="ring")]))
     Zigzag is fastest: 34.9 ms for attention (32 to 43 ms), 234000 tokens/s/GPU; ring takes 1.61 times as long

@@ -14,7 +14,7 @@ from sim.setup.played import PlayedStep
 def figures_shown(prediction: PlayedStep, found: Report) -> list[tuple[str, str]]:
     """Return the names of figures with their values, units included; those that are not known are left out.
 
-    >>> from sim.setup.setup import predict
+    >>> from sim.setup.predict import predict
     >>> p = predict("ring", model="tiny", cluster="hgx-h100", gpus=2, seq="8K")
     >>> dict(figures_shown(p, p.report))["GPUs"]
     '2 x H100-SXM-80GB'

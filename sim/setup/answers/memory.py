@@ -20,7 +20,7 @@ def what_fills(prediction: PlayedStep) -> str:
     """Return in one sentence what most of the peak is for, and what is left. Raises InputError below the scope of a
     step.
 
-    >>> from sim.setup.setup import predict
+    >>> from sim.setup.predict import predict
     >>> print(what_fills(predict("zigzag", seq="64K", layers=2)).partition(", most")[0])
     7.92 GiB is allocated
     """

@@ -88,7 +88,7 @@ class Table:
 def table(predictions: PlayedStep | Iterable[PlayedStep]) -> Table:
     """Return predictions, or one alone, side by side; the 90 % interval of each takes two more simulations.
 
-    >>> from sim.setup.setup import predict
+    >>> from sim.setup.predict import predict
     >>> p = predict("ring", model="llama3-8b", seq="32K", cluster="hgx-h100", gpus=2, layers=2)
     >>> table([p, p.replace(schedule="ulysses")]).to_dict()["schedule"]
     ['ring', 'ulysses']

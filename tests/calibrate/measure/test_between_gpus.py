@@ -14,7 +14,8 @@ from calibrate.plan import Plan
 from calibrate.published.host import OVERLAP_SLOWDOWN
 from calibrate.published.reading import transfer_point
 from runtime.processes.launch import Session
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.ir.ops import AllReduce, AllToAll
 from sim.schedule.ir.views import Split, View

@@ -25,7 +25,8 @@ from calibrate.published.curves import apart, work
 from calibrate.published.gpus import GPUS
 from calibrate.published.host import eager_host, eager_issue
 from calibrate.published.reading import kernel_point, rows
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.costs.phases import Flow
 from sim.engine.costs.tiles import use_of
 from sim.engine.traffic.collectives import link_traffic

@@ -10,7 +10,8 @@ import pytest
 
 import longstep
 from sim.base.errors import InputError
-from sim.engine.costs.cost import CostModel, host_passes
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.on_host import host_passes
 from sim.engine.costs.phases import Flow
 from sim.engine.play.jitter import STEADY
 from sim.schedule.ir.ops import HostAdamW

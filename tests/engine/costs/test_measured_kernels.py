@@ -8,7 +8,8 @@ from importlib import resources
 
 import pytest
 
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.costs.tiles import use_of
 from sim.schedule.derive.kernels import KernelUse
 from sim.words.profile import TRANSFERS, Point, load_profile

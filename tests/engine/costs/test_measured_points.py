@@ -14,7 +14,8 @@ import msgspec
 import pytest
 
 from calibrate.published import PUBLISHED
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.costs.phases import Flow, Latency
 from sim.engine.costs.transfer_table import spread_of
 from sim.engine.traffic.collectives import wire_bytes

@@ -10,7 +10,8 @@ import pytest
 from calibrate.published import PUBLISHED, between_nodes
 from sim.base.presets import override
 from sim.engine.channels import peer_of
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.costs.phases import Activity, Flow, Latency
 from sim.engine.traffic.least import least_seconds, needs
 from sim.words.profile import load_profile

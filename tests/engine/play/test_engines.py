@@ -225,7 +225,7 @@ def python(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 
 PREDICT = (
-    "from sim.setup.setup import predict; p = predict('zigzag', seq='1K', gpus=4, cluster='hgx-h100', "
+    "from sim.setup.predict import predict; p = predict('zigzag', seq='1K', gpus=4, cluster='hgx-h100', "
     "scope='attention'%s); print(p.step_time_s)"
 )
 

@@ -9,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from sim.engine.play.lowered import part_bytes
+from sim.engine.play.facts import part_bytes
 from sim.engine.results.report import floors
 from sim.engine.traffic.collectives import link_traffic
 from sim.engine.traffic.least import least_seconds, needs, rate

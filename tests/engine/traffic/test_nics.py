@@ -8,7 +8,8 @@ import pytest
 from calibrate.published import PUBLISHED
 from sim.base.errors import InputError
 from sim.base.presets import override, preset_names
-from sim.engine.costs.cost import CostModel, measured_cluster
+from sim.engine.costs.cost import CostModel
+from sim.engine.costs.measured import measured_cluster
 from sim.engine.play.clock import Clock
 from sim.engine.play.network import Network
 from sim.engine.traffic.collectives import link_traffic

@@ -1,0 +1,51 @@
+"""What issuing an op costs a host thread."""
+
+from __future__ import annotations
+
+import math
+
+from sim.engine.costs.kernels import KernelCosts
+from sim.engine.costs.on_host import HOST_COPY_KINDS
+from sim.schedule.derive.kernels import KernelUse
+from sim.schedule.ir.ops import Collective, Exchange, Hold, HostCopy, HostSync, Op
+from sim.words.profile import SLICE_BACK, Issue, Profile
+from topology.cluster import Cluster
+
+
+class IssueCosts:
+    """By a profile's entries; what it has none of takes a launch."""
+
+    def __init__(self, cluster: Cluster, profile: Profile | None, kernels: KernelCosts) -> None:
+        self._cluster, self._profile, self._kernels = cluster, profile, kernels
+
+    def seconds(self, op: Op, use: KernelUse | None) -> float:
+        """Return what issuing an op costs the host thread: of a loop all of its kernels, before the first one runs."""
+        if use and (each := self._kernels.run(use)):
+            return math.fsum(self.seconds(op, kernel) * count for kernel, count in each)
+        if isinstance(op, Hold):
+            return 0.0
+        issue = self._profile.issue if self._profile else {}
+        if isinstance(op, Exchange) and op.num_messages > 1:
+            return self._of_entry(issue.get("exchange")) + op.num_messages * self._of_entry(issue.get("message"), 0.0)
+        if isinstance(op, HostSync) and op.calls:
+            return op.calls * self._of_entry(issue.get("kernel"))
+        kind = use.kernel if use else _kind(op)
+        back_s = self._of_entry(issue.get(SLICE_BACK), 0.0) if use and use.into_slice else 0.0
+        return self._of_entry(issue.get(kind, issue.get("kernel") if use else None)) + back_s
+
+    def _of_entry(self, issue: Issue | None, unknown: float = 1.0) -> float:
+        """Return what the host takes for one entry of a profile; where it has none, so many launches."""
+        launch_s = self._cluster.spec.gpu.launch_s
+        if issue is None:
+            return unknown * launch_s
+        each_s = self._of_entry(self._profile.issue.get("kernel")) if self._profile and issue.kernels else 0.0
+        return issue.host_s + issue.launches * launch_s + issue.kernels * each_s
+
+
+def _kind(op: Op) -> str:
+    """Return what the issue of an op that is no kernel is called in profiles; empty if it is in none."""
+    if isinstance(op, HostCopy):
+        return HOST_COPY_KINDS["host"][op.stream]
+    if isinstance(op, Exchange):
+        return "call"
+    return op.name if isinstance(op, Collective) else op.meta.kernel

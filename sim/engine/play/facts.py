@@ -1,0 +1,206 @@
+"""What ops are to an engine: of a fragment once, whoever calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias, assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.base.kept import kept
+from sim.schedule.derive.kernels import KernelUse, use_of
+from sim.schedule.derive.matching import Key
+from sim.schedule.ir import ops
+from sim.schedule.ir.forms import Form
+from sim.schedule.ir.fragments import Fragment
+from sim.schedule.ir.program import Program, alone
+from sim.schedule.ir.views import Split, part_of
+
+KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY, HOST_KERNEL = range(6)
+"""Kinds of ops, as in player.c."""
+
+INT = np.int32
+Array: TypeAlias = NDArray[Any]
+
+SIDE = np.dtype([("op", INT), ("communicator", INT), ("receives", INT), ("peer", INT), ("nbytes", np.int64)])
+EXCHANGE_ROW = np.dtype([("op", INT), ("communicator", INT), ("peers", INT), ("nbytes", np.int64)])
+COLLECTIVE_ROW = np.dtype([("op", INT), ("communicator", INT), ("kind", INT), ("nbytes", np.int64)])
+
+
+class Distinct:
+    """Things by the order in which they were first seen."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self.found: list[Any] = []
+
+    def number(self, key: Hashable, thing: object) -> int:
+        """Return the number of what has this key; the first one stands for all."""
+        number = self._numbers.setdefault(key, len(self.found))
+        if number == len(self.found):
+            self.found.append(thing)
+        return number
+
+
+class Facts(NamedTuple):
+    """What a fragment's ops are to an engine, whoever calls it."""
+
+    kind: Array
+    streams: list[str]
+    """In the order of their first op."""
+    stream: Array
+    issues: list[tuple[Hashable, tuple[ops.Op, KernelUse | None]]]
+    issue: Array
+    uses: list[KernelUse]
+    use: Array
+    copies: list[tuple[tuple[object, ...], ops.HostCopy | ops.HostAdamW]]
+    copy: Array
+    sides: Array
+    """Of messages, a row for all that an Exchange sends to one peer, or takes from it."""
+    exchanges: Array
+    """A row per Exchange."""
+    collectives: Array
+    """A row per collective."""
+    communicators: list[str]
+    kinds: list[ops.Collective]
+    """An op of each kind of collective."""
+
+
+class _OfForm(NamedTuple):
+    """What ops of a form are to an engine."""
+
+    kind: int
+    use: KernelUse | None
+    issue: Hashable
+    sent: list[int]
+    """Bytes of the messages of an Exchange."""
+    taken: list[int]
+    part: int
+    """Of a collective the bytes of its largest part, 0 of others."""
+
+
+@kept
+def _of_form(form: Form) -> _OfForm:
+    op, program, use = form.op, alone(form), use_of(form)
+    sent, taken = (op.sends, op.recvs) if isinstance(op, ops.Exchange) else ((), ())
+    return _OfForm(
+        kind_of(op),
+        use,
+        issue_key(op, use),
+        [program.nbytes(view) for _, view in sent],
+        [program.nbytes(view) for _, view in taken],
+        largest_part(op, program) if isinstance(op, ops.Collective) else 0,
+    )
+
+
+@kept
+def facts_of(fragment: Fragment) -> Facts:
+    """Return what the ops of a fragment are, as long as it lives."""
+    (forms, which, _), program = fragment.formed, Program.of_fragment(fragment, rank=0)
+    streams, issues, uses, copies = Distinct(), Distinct(), Distinct(), Distinct()
+    communicators, kinds = Distinct(), Distinct()
+    rows: list[tuple[int, ...]] = []
+    over: list[int] = []
+    of_forms = list(map(_of_form, forms))
+    for of_form, at in zip(of_forms, np.unique(which, return_index=True)[1].tolist(), strict=True):
+        op, copied = fragment.ops[at], -1
+        issued = issues.number(of_form.issue, (of_form.issue, (op, of_form.use)))
+        if isinstance(op, ops.HostCopy):
+            places = (program.buffers[view.buffer].place for view in (op.source, op.target))
+            what = (op.stream, op.source.shape, program.dtype(op.source), *places)
+            copied = copies.number(what, (what, op))
+        elif isinstance(op, ops.HostAdamW):
+            of_host = (type(op), op.weights.shape, program.dtype(op.weights), op.cast and program.dtype(op.cast))
+            copied = copies.number(of_host, (of_host, op))
+        used = -1 if of_form.use is None else uses.number(of_form.use, of_form.use)
+        rows.append((of_form.kind, streams.number(op.stream, op.stream), issued, used, copied))
+        communicates = isinstance(op, ops.Communication)
+        over.append(communicators.number(op.communicator, op.communicator) if communicates else -1)
+    sides: list[tuple[int, ...]] = []
+    exchanges: list[tuple[int, ...]] = []
+    collectives: list[tuple[int, ...]] = []
+    numbers = which.tolist()
+    for index in fragment.communication:
+        op, number = fragment.ops[index], numbers[index]
+        of_form = of_forms[number]
+        if isinstance(op, ops.Exchange):
+            out, into = _by_peer(op.sends, of_form.sent), _by_peer(op.recvs, of_form.taken)
+            sides += [(index, over[number], 0, *sent) for sent in out.items()]
+            sides += [(index, over[number], 1, *taken) for taken in into.items()]
+            exchanges.append((index, over[number], *largest_message(op, (*of_form.sent, *of_form.taken))))
+        elif isinstance(op, ops.Collective):
+            collectives.append((index, over[number], kinds.number(type(op), op), of_form.part))
+    kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5)[which].T
+    return Facts(
+        kind, streams.found, stream, issues.found, issue, uses.found, use, copies.found, copy,
+        np.array(sides, SIDE), np.array(exchanges, EXCHANGE_ROW), np.array(collectives, COLLECTIVE_ROW),
+        communicators.found, kinds.found,
+    )  # fmt: skip
+
+
+def _by_peer(messages: Iterable[ops.Message], sizes: Iterable[int]) -> dict[int, int]:
+    """Return how many bytes go to each peer, or come from it."""
+    nbytes: dict[int, int] = {}
+    for (peer, _), size in zip(messages, sizes, strict=True):
+        nbytes[peer] = nbytes.get(peer, 0) + size
+    return nbytes
+
+
+def kind_of(op: ops.Op) -> int:
+    """Return the kind of an op in the arrays."""
+    if isinstance(op, ops.Kernel):
+        return KERNEL
+    if isinstance(op, ops.Exchange):
+        return EXCHANGE
+    if isinstance(op, ops.Collective):
+        return COLLECTIVE
+    if isinstance(op, ops.HostCopy):
+        return HOST_COPY
+    if isinstance(op, ops.HostAdamW):
+        return HOST_KERNEL
+    if isinstance(op, ops.HostSync):
+        return HOST_SYNC
+    assert_never(op)
+
+
+def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
+    """Return what the cost of issuing an op depends on."""
+    if use:
+        return use.kernel, use.into_slice, use.loop
+    if isinstance(op, ops.Exchange):
+        return type(op), op.num_messages
+    if isinstance(op, ops.HostSync):
+        return type(op), op.calls
+    return type(op), op.stream if isinstance(op, ops.HostCopy) else ""
+
+
+def largest_message(op: ops.Exchange, nbytes: Iterable[int]) -> tuple[int, int]:
+    """Return how many peers an Exchange has, in the direction with more, and the bytes of its largest message, of those
+    of all.
+
+    What it sends to one and takes from another is on the same channels.
+    """
+    peers = max(len({peer for peer, _ in messages}) for messages in (op.sends, op.recvs))
+    return peers, max(nbytes, default=0)
+
+
+def part_bytes(programs: Sequence[Program], members: tuple[Key, ...]) -> int:
+    """Return the bytes of one part of a collective (of AllReduce the whole). Where parts differ it is the largest, at
+    whose pace a ring goes; of direct sends that is an upper bound.
+    """
+    largest = 0
+    for rank, index in members:
+        op = programs[rank].ops[index]
+        assert isinstance(op, ops.Collective)
+        largest = max(largest, largest_part(op, programs[rank]))
+    return largest
+
+
+def largest_part(op: ops.Collective, program: Program) -> int:
+    """Return the bytes of the largest part that one member gives."""
+    if not op.given:
+        return 0
+    alike = not any(isinstance(side, Split) and side.sizes for side in (op.given, op.taken))
+    count = 1 if alike or not isinstance(op.given, Split) else op.given.parts
+    return max(program.nbytes(part_of(op.given, member)) for member in range(count))

@@ -1,0 +1,160 @@
+"""How weights come whole to where a pass needs them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property, partial
+from typing import NamedTuple
+
+from sim.schedule.ir.ops import AllGather, Unpack
+from sim.schedule.ir.views import Split, View
+from sim.schedule.model.owned import Owned
+from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, together
+from sim.schedule.model.write import Values
+
+
+class _Pool:
+    """Buffers for gathered weights of one kind of unit: as many as are gathered ahead, and those in use."""
+
+    def __init__(self) -> None:
+        self.sets: list[_Gathered] = []
+        self.taken = 0
+
+
+class _Gathered(NamedTuple):
+    """Where weights of a unit are gathered, and where they are then."""
+
+    flat: View
+    weights: Values
+    fetched: View | None = None
+    """Where what a rank owns of them comes from the host, if it does."""
+
+
+class Gathering:
+    """Stage 3 gathers weights for each pass, ``prefetch`` units ahead, into a pool of buffers; below it they stay, and
+    are gathered when they have been updated. Adapters are gathered behind their layer, where FSDP2 gathers both at
+    once. What is on the host of what a rank owns is copied to the GPU before, as far ahead, and sent from there.
+    """
+
+    def __init__(self, owned: Owned) -> None:
+        self._owned, self._b = owned, owned.b
+        self.whole: dict[Unit, Values] = {}
+        """Weights that stay."""
+        if owned.stage < 3:
+            whole = {unit: partial(self._whole, unit) for unit in owned.units}
+            self.whole = {unit: self._b.call(unit.name, unit.layer, made) for unit, made in whole.items()}
+        self._ahead = min(owned.options.prefetch, len(self._layers))
+        """Layers that are gathered ahead: more would need the buffers of layers that are in use."""
+        self._pools: dict[str, _Pool] = defaultdict(_Pool)
+        self._sets: list[tuple[View, Values]] = []
+        """Of units that are on their way."""
+        self._both_ends: dict[Unit, tuple[View, Values]] = {}
+        """The unit of both ends of the model, where it has one and this pass has gathered it."""
+        self._begun = self._gathered = 0
+        """How many are in this pass, and have arrived."""
+
+    def _whole(self, unit: Unit) -> Values:
+        b = self._b
+        return {w: b.input_of(w.later(unit.layer), w.rows(b.workload.model)) for w in unit.weights}
+
+    def gather(self, unit: Unit) -> Values:
+        """See Params. Weights of the next units are on their way before the kernels of this one are issued, as those of
+        FSDP2 are, which has streams for what is done before they are sent.
+        """
+        weights: Values = {}
+        for one in together(unit, self._b.workload.model):
+            weights |= self.whole[one] if self._owned.stage < 3 else self._gathered_weights(one)
+        return weights
+
+    @cached_property
+    def _layers(self) -> list[Unit]:
+        """Those of layers, without adapters."""
+        return [unit for unit in self._owned.units if unit.name == LAYER]
+
+    def _gathered_weights(self, unit: Unit) -> Values:
+        """Append what brings the weights of a unit here, and sends those of the next ones; return them."""
+        ahead_of_it = self._ahead * len(together(self._layers[0], self._b.workload.model))
+        for ahead in self._order[self._begun : self._gathered + 1 + ahead_of_it]:
+            self._sets.append(self._begin(ahead))
+            self._begun += 1
+        assert self._order[self._gathered] == unit, f"{unit.name} {unit.layer} is gathered out of order"
+        self._gathered += 1
+        flat, weights = self._sets.pop(0)
+        if self._gathered > 1 and unit == self._order[0]:
+            return weights
+        self._b.call(f"unpack {unit.name}", unit.layer, partial(self.fill, unit), flat, weights)
+        return weights
+
+    @cached_property
+    def _order(self) -> tuple[Unit, ...]:
+        """In which order a pass gathers: weights of both ends once, those of layers for backward again. A unit of both
+        ends stands where the head is needed, too, and is there already.
+        """
+        there = [unit for unit in self._owned.units if unit.name != ADAPTERS]
+        again = [unit for unit in there if unit.name == ROOT.name]
+        passed = (*there, *again, *reversed(self._layers))
+        return tuple([one for unit in passed for one in together(unit, self._b.workload.model)])
+
+    def _begin(self, unit: Unit) -> tuple[View, Values]:
+        """Append what sends a unit's weights; return where they arrive, and where they are to be."""
+        if unit in self._both_ends:
+            return self._both_ends[unit]
+        pool, alike = self._pools[unit.name], sum(other.name == unit.name for other in self._owned.units)
+        if len(pool.sets) < min(alike, 1 + self._ahead):
+            pool.sets.append(self._b.call(f"room for {unit.name}", unit.layer, partial(self._room, unit)))
+        flat, weights, fetched = pool.sets[pool.taken % len(pool.sets)]
+        pool.taken += 1
+        given = (self._owned.kept[unit].gathered, flat, fetched)
+        begun = self._b.call(f"gather {unit.name}", unit.layer, partial(self.send, unit), *given), weights
+        if unit.name == ROOT.name:
+            self._both_ends[unit] = begun
+        return begun
+
+    def _room(self, unit: Unit) -> _Gathered:
+        b = self._b
+        shapes = {weight: weight.shape(b.workload.model) for weight in unit.weights}
+        flat = self.flat(unit)
+        weights = {
+            weight: b.buffer(weight.name, "io"[: len(shape)], shape, b.workload.dtype, "parameter")
+            for weight, shape in shapes.items()
+        }
+        if not self._owned.fetches(unit):
+            return _Gathered(flat, weights)
+        dtype = b.sum_dtype if self._owned.casts(unit) else b.workload.dtype
+        fetched = b.buffer(f"fetched {unit.name}", "i", (self._owned.each(unit.flat),), dtype, "communication")
+        return _Gathered(flat, weights, fetched)
+
+    def flat(self, unit: Unit) -> View:
+        """Return a new buffer for all of a unit's weights in the model's data type, padding included."""
+        extent = self._owned.each(unit.flat) * self._owned.num_parts
+        return self._b.buffer(f"gathered {unit.name}", "i", (extent,), self._b.workload.dtype, "communication")
+
+    def send(self, unit: Unit, own: View, flat: View, fetched: View | None = None) -> View:
+        """Append what brings the weights of all ranks here, in the model's data type; return where they are. Those of
+        this rank may be on the host, and are copied to ``fetched`` then.
+        """
+        b, within, each = self._b, self._owned.shards.within, self._owned.each(unit.flat)
+        (count,) = own.shape
+        if fetched is not None:
+            b.host_copy(own, fetched[:count], "fetch weights", unit.layer)
+            own = fetched[:count]
+        if self._owned.casts(unit) or count < each:
+            sent = b.buffer(f"own {unit.name}", "i", (each,), b.workload.dtype, "communication") if within else flat
+            b.copy(own, self._owned.pad(sent, count), "cast weights")
+            own = sent
+        if within is None:
+            return own
+        recvs = Split(flat, 0, self._owned.num_parts)
+        b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=own, recvs=recvs))
+        return flat
+
+    def fill(self, unit: Unit, flat: View, weights: Values) -> None:
+        """Append what copies weights out of a flat tensor to where they belong."""
+        (size,) = unit.flat.shape(self._b.workload.model)
+        self._b.add(Unpack(label=f"unpack {unit.name}", flat=flat[:size], weights=tuple(weights.values())))
+
+    def end_pass(self) -> None:
+        """Free what is gathered into, before the next pass."""
+        self._pools.clear()
+        self._both_ends.clear()
+        self._begun = self._gathered = 0

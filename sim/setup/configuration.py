@@ -1,0 +1,133 @@
+"""The objects that names stand for: what is played, on what."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import msgspec
+
+from sim.base.errors import LengthError
+from sim.engine.costs.cost import CostModel
+from sim.engine.play.jitter import STEADY, Jitter
+from sim.engine.play.simulate import Engine
+from sim.schedule.ir.program import Schedule
+from sim.schedule.methods.catalog import Entry
+from sim.schedule.methods.hints import Hints
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.proof.check import Checked, check
+from sim.setup import names
+from sim.setup.effort import BUILT, Asked, require_small
+from sim.setup.masks import Kept
+from sim.setup.names import PLACEMENTS
+from sim.setup.prediction import blaming_the_builder, built
+from sim.words.mesh import AXES, Mesh
+from sim.words.profile import Profile
+from sim.words.workload import Workload
+from topology.cluster import Cluster
+from topology.specs import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a setup stands for."""
+
+    schedule: str
+    """As the user named it."""
+    workload: Workload
+    mesh: Mesh
+    options: Any
+    """Of the schedule; None if it takes none."""
+    entry: Entry
+    spec: ClusterSpec
+    profile: Profile | None
+    jitter: Jitter = STEADY
+    engine: Engine = "auto"
+    one_device: bool = False
+    yes: bool = False
+
+    def has_schedule_of(self, other: Configuration) -> bool:
+        """Return whether its schedule is that of another one, whatever they are played on; never where the builder asks
+        about the machine.
+        """
+
+        def what(one: Configuration) -> tuple[object, ...]:
+            return one.entry, one.workload, one.mesh, one.options, one.one_device
+
+        return what(self) == what(other) and not self.entry.takes_hints
+
+    @property
+    def asked(self) -> Asked:
+        """What is to be built."""
+        return Asked(self.schedule, self.entry, self.workload, self.mesh, self.options, self.hints)
+
+    def built(self, ranks: int | None = None, share: float = BUILT) -> Schedule:
+        """Return the schedule, of which so many ranks' programs are wanted, by default all; raises InputError also
+        where a builder of the user's fails, and TooLargeError where that takes longer than is spent without asking;
+        ``share`` as of ``Estimate``.
+        """
+        require_small(self.asked, ranks, share, yes=self.yes)
+        return built(self.entry, self.workload, self.mesh, self.options, self.hints)
+
+    def checked(self) -> Checked:
+        """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
+        schedule = self.built(share=1.0)
+        with blaming_the_builder():
+            checked = check(schedule)
+        return check(on_one_device(checked)) if self.one_device else checked
+
+    def padded(self) -> Configuration:
+        """Return it with as many tokens of padding as the schedule needs."""
+        try:
+            self.built(ranks=1, share=1.0)
+        except LengthError as error:
+            padding = error.above - self.workload.seq
+            workload = msgspec.structs.replace(self.workload, seq=error.above, padding=padding)
+            return dataclasses.replace(self, workload=workload)
+        return self
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster, built."""
+        return Cluster(self.spec)
+
+    @property
+    def hints(self) -> Hints:
+        """What a builder may ask: the cost model is made when it first does."""
+        cost = cache(lambda: CostModel(self.cluster, self.profile))
+        return Hints(self.spec.gpus_per_node, lambda use: cost().kernel_seconds(0, use)[0])
+
+    @property
+    def title(self) -> str:
+        """One line that names what is played."""
+        w = self.workload
+        ranks = f"{self.mesh.size} ranks on one" if self.one_device else f"{self.mesh.size} x"
+        scope = names.scope_title(w.scope, w.layers)
+        length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
+        mask = Kept(w.mask, w.window, w.pattern or None).name
+        mask += f", {len(w.document_lengths)} documents" if len(w.document_lengths) > 1 else ""
+        return (
+            f"{self._schedule_title}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
+            f"{ranks} {self.spec.gpu.name} ({self.spec.name})"
+        )
+
+    @property
+    def _schedule_title(self) -> str:
+        """The schedule with what was chosen of it: degrees where there are two, options that are not the default, and
+        how often key/value heads are replicated.
+        """
+        mesh, kv_heads = self.mesh, self.workload.model.num_kv_heads
+        said = []
+        if mesh.ulysses > 1 and mesh.ring > 1:
+            said.append(f"U {mesh.ulysses} x R {mesh.ring}")
+        if mesh.dp > 1:
+            said.append(f"{mesh.dp} replicas")
+        said += [f"placement {name}" for name, order in PLACEMENTS.items() if order == mesh.order != AXES]
+        for name, value in msgspec.to_builtins(self.options or {}).items():
+            if value != getattr(self.entry.declared, name):
+                said.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
+        if mesh.ulysses > kv_heads:
+            said.append(f"each of {kv_heads} key/value heads on {mesh.ulysses // kv_heads} ranks")
+        return self.schedule + (f" ({', '.join(said)})" if said else "")
