@@ -20,16 +20,16 @@ from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Block, Equation, back
-from sim.schedule.model.flat import Flat
 from sim.schedule.model.outside import Embedding, Entry, Exit, FromOutside, Loss, ToOutside
-from sim.schedule.model.params import Replicated
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import layers_of, units
-from sim.schedule.model.shards import Shards, moved_bytes, rows_later, shards_of
 from sim.schedule.model.step import Chunk, StepWriter, one_stage
 from sim.schedule.model.tiling import block_in_tiles, whole
+from sim.schedule.model.weights.flat import Flat
+from sim.schedule.model.weights.params import Replicated
+from sim.schedule.model.weights.shards import Shards, moved_bytes, rows_later, shards_of
 from sim.schedule.write.attention import (
     DistributedAttention,
     Shard,

@@ -24,9 +24,9 @@ from sim.schedule.model.ends import (
     w_embed,
 )
 from sim.schedule.model.equations import Equation, back, by_torch
-from sim.schedule.model.params import Params, Reduced, Room
 from sim.schedule.model.scope import ends_of
 from sim.schedule.model.tiling import Tiling, write_all
+from sim.schedule.model.weights.params import Params, Reduced, Room
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.options import LossName, ModulesName

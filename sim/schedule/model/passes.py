@@ -18,11 +18,11 @@ from sim.schedule.ir.tensors import d
 from sim.schedule.ir.views import View
 from sim.schedule.model.checkpoint import Checkpoint, checkpoint
 from sim.schedule.model.equations import Around, Block, Equation
-from sim.schedule.model.params import Params, Reduced, Room
 from sim.schedule.model.projections import Projections
 from sim.schedule.model.saving import Saving, Visit
 from sim.schedule.model.scope import Unit
 from sim.schedule.model.tiling import Tiling, write_all
+from sim.schedule.model.weights.params import Params, Reduced, Room
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.write.attention import DistributedAttention, LaysOut, Saved
 from sim.schedule.write.builder import ProgramBuilder

@@ -13,7 +13,7 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model import adapters
 from sim.schedule.model.equations import Around, Block, Equation, back, is_product
-from sim.schedule.model.params import Params
+from sim.schedule.model.weights.params import Params
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.inputs import ALL, NAMES, Name, Part, inverse

@@ -9,9 +9,9 @@ from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import View
 from sim.schedule.model.outside import Entry, Exit
-from sim.schedule.model.params import Params
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.scope import Unit
+from sim.schedule.model.weights.params import Params
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import Tile, block_of
 from sim.schedule.model.equations import Block, Equation
-from sim.schedule.model.params import Params
+from sim.schedule.model.weights.params import Params
 from sim.schedule.model.write import TokenWriter
 from sim.words.options import MlpName, ModulesName
 from sim.words.workload import Workload

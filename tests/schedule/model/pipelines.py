@@ -20,15 +20,15 @@ from sim.schedule.methods.ring import RingAttention, RingOptions, ring_bytes, ri
 from sim.schedule.methods.single import SingleAttention
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint
-from sim.schedule.model.flat import Flat
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.outside import Embedding, Entry, Exit, Loss
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.saving import saving
 from sim.schedule.model.scope import ends_of, layers_of, trained
-from sim.schedule.model.shards import Shards, moved_bytes
 from sim.schedule.model.step import Chunk, Item, StepWriter, Timetable
 from sim.schedule.model.tiling import whole
+from sim.schedule.model.weights.flat import Flat
+from sim.schedule.model.weights.shards import Shards, moved_bytes
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh

@@ -26,11 +26,11 @@ from sim.schedule.model.checkpoint import checkpoint
 from sim.schedule.model.equations import Equation
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.outside import FromOutside, ToOutside
-from sim.schedule.model.params import Replicated
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.saving import Keep
 from sim.schedule.model.scope import Unit, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter, one_stage
+from sim.schedule.model.weights.params import Replicated
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.attention import all_heads, attention_flops
 from sim.schedule.write.builder import ProgramBuilder

@@ -24,12 +24,12 @@ from sim.schedule.model.checkpoint import checkpoint
 from sim.schedule.model.equations import Equation
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.model.outside import FromOutside, ToOutside
-from sim.schedule.model.params import Params, Replicated
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.saving import Keep, Saving, Visit
 from sim.schedule.model.scope import Unit, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter, one_stage
 from sim.schedule.model.tiling import Tiling, whole
+from sim.schedule.model.weights.params import Params, Replicated
 from sim.schedule.model.write import Kept, TokenWriter, Values
 from sim.schedule.proof.check import check
 from sim.schedule.write.attention import all_heads, attention_flops

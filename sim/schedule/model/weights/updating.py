@@ -7,9 +7,9 @@ from typing import Any
 
 from sim.schedule.ir.ops import AdamW, Hold, HostAdamW, HostSync
 from sim.schedule.ir.views import View
-from sim.schedule.model.gathering import Gathering
-from sim.schedule.model.owned import Kept, Owned
 from sim.schedule.model.scope import Unit, num_merged, updated
+from sim.schedule.model.weights.gathering import Gathering
+from sim.schedule.model.weights.owned import Kept, Owned
 from sim.schedule.model.write import Values
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from sim.schedule.ir.ops import AllGather, Unpack
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.owned import Owned
 from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, together
+from sim.schedule.model.weights.owned import Owned
 from sim.schedule.model.write import Values
 
 

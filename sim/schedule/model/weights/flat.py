@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
-from sim.schedule.model.gathering import Gathering
-from sim.schedule.model.owned import Owned
-from sim.schedule.model.params import Reduced, Room
 from sim.schedule.model.scope import Unit
-from sim.schedule.model.shards import Shards
-from sim.schedule.model.summing import Summing
-from sim.schedule.model.updating import Updating
+from sim.schedule.model.weights.gathering import Gathering
+from sim.schedule.model.weights.owned import Owned
+from sim.schedule.model.weights.params import Reduced, Room
+from sim.schedule.model.weights.shards import Shards
+from sim.schedule.model.weights.summing import Summing
+from sim.schedule.model.weights.updating import Updating
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.options import LayerOptions

@@ -8,9 +8,9 @@ from functools import cached_property, partial
 from sim.schedule.ir.ops import Accumulate, AllReduce, Hold, HostSync, Pack, ReduceScatter, SquareSum, Zero
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.owned import Owned
-from sim.schedule.model.params import Reduced, Room
 from sim.schedule.model.scope import Unit, trained, trained_of
+from sim.schedule.model.weights.owned import Owned
+from sim.schedule.model.weights.params import Reduced, Room
 from sim.schedule.model.write import Values
 from sim.words.workload import DTYPE_BYTES, Dtype
 

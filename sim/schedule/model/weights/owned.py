@@ -11,7 +11,7 @@ from sim.schedule.ir.ops import Zero
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
 from sim.schedule.model.scope import Unit, with_options
-from sim.schedule.model.shards import Shards, part_of
+from sim.schedule.model.weights.shards import Shards, part_of
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.options import LayerOptions, Place
 

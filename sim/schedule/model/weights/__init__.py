@@ -1,0 +1,1 @@
+"""Where weights lie on ranks: what a rank owns, gathers, sums and updates."""
