@@ -88,7 +88,7 @@ def test_every_op_of_llama_is_issued(name: str, ranks: int, kernel: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["aten-cudnn", "aten-flash"])
-@pytest.mark.parametrize("stack", ["fsdp", "unsloth", "upipe", "5m"])
+@pytest.mark.parametrize("stack", ["fsdp", "unsloth", "untied-ulysses", "5m"])
 def test_steps_of_llama_are_issued(stack: str, kernel: str) -> None:
     steps = [
         {"schedule": "single", "gpus": 1, "seq": "32K"},
