@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 # Small tensors in several threads are no faster, and many times slower where something else runs on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-SERVED = ("browser", "guard", "server")
-"""Tests of a server."""
+SERVED = ("serving", "test_serve_browser", "test_serve_guard", "test_serve_server")
+"""What tests a server, and what they share."""
 
 # Examples are run by test_golden, not imported for their doctests.
 collect_ignore = [str(path.with_suffix(".py")) for path in (Path(__file__).parent / "golden").glob("*.out")]
 
 # A GPU machine may have none of what a page is served, and asked, with.
 if any(find_spec(package) is None for package in ("starlette", "uvicorn", "httpx")):
-    collect_ignore += [str(Path(__file__).parent / "experiments" / "serve" / f"test_serve_{one}.py") for one in SERVED]
+    collect_ignore += [str(Path(__file__).parent / "experiments" / "serve" / f"{one}.py") for one in SERVED]
 
 hypothesis.settings.register_profile("longstep", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("longstep")
