@@ -141,7 +141,7 @@ def test_measured_host_copies_are_what_copies_take() -> None:
     program = b.build()
     cost = CostModel(cluster, profile)
     for op, factor in zip([op for op in program.ops if isinstance(op, HostCopy)], (1, 2, 5, 10), strict=True):
-        activity = cost.host_copy(0, program, op)
+        activity = cost.on_host(0, program, op)
         assert sum(phase.seconds for phase in activity) == pytest.approx(factor * 2**30 / 50e9)
 
 
