@@ -189,7 +189,7 @@ def _sustained(gpu: Gpu, spec: ClusterSpec) -> dict[str, Sustained]:
     if gpu.load is None or gpu.load.flat:
         return gpu.load.sustained if gpu.load else {}
     gemm = gpu.load.sustained["gemm"]
-    most = held(gpu.system, spec.gpu.peak_flops_per_s["bf16"])
+    most = held(gpu.system, spec.gpu.peak_flops_per_s["bf16"], gemm.falls_s[1])
     return gpu.load.sustained | {"gemm": msgspec.structs.replace(gemm, held=most)}
 
 

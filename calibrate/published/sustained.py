@@ -45,8 +45,8 @@ traffic that the kernel waits for, so it holds in short runs too."""
 FORMS_SOURCE = f"{_SIMUMAX}: 79 and 40 layers, over the forward pass of the same shape; H100 and H200 have no table"
 
 
-_HELD_FROM_S = 10e-3
 _LEAST_SIDE = 1024
+"""Rows, columns and depth of a product from which on it is the tensor cores that a kernel keeps busy."""
 HELD_SOURCE = (
     "rate held: aiconfigurator@095f58a, matrix products of 10 ms and more of random operands, 13 of which take 0.13 s: "
     "median and deciles. Others: GB200 in runs of 1 s 1427 of 1435 TFLOP/s; H200 over 16 s 705 of 693 (PyTorch PR "
@@ -54,13 +54,15 @@ HELD_SOURCE = (
 )
 
 
-def held(system: str, peak_flops_per_s: float) -> Held:
-    """Return what long matrix products get of a GPU's peak, by the name of its system in aiconfigurator's table."""
+def held(system: str, peak_flops_per_s: float, from_s: float) -> Held:
+    """Return what matrix products of so many seconds and more get of a GPU's peak, by the name of its system in
+    aiconfigurator's table.
+    """
     found = [
         float(row["tflops"]) * 1e12 / peak_flops_per_s
         for row in rows("gemm_bf16")
         if row["system"] == system
-        and float(row["latency_us"]) >= _HELD_FROM_S * 1e6
+        and float(row["latency_us"]) >= from_s * 1e6
         and min(int(row[side]) for side in "mnk") >= _LEAST_SIDE
     ]
     low, *_, high = statistics.quantiles(found, n=10)

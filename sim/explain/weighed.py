@@ -31,10 +31,9 @@ _LENGTHS = 5
 """Lengths whose memory is walked to find the longest: memory grows with the length nearly as a line, so fewer do."""
 _ONLY_MEMORY = ("activations", "offloaded", "mlp", "loss", "optimiser")
 """Options that take time to save memory: where one saves none it is not played."""
-_LAYERS = (2, 4)
-"""Layers that are played of a step that has more: what the others add is a mean of two, since ranks of a ring drift
-apart and back from one to the next. Within 0.2 % (``tests/explain/test_explain.py``); offloading takes one layer to
-begin.
+_LAYERS = (2, 8)
+"""Layers that are played of a step that has more: what the others add is a mean of six, since ranks of a ring drift
+apart and back over several. Within 0.2 % (``tests/explain/test_explain.py``); offloading takes one layer to begin.
 """
 _TURNS = 2
 """Micro-batches that are played of a step that has more: every further one takes what the last of these adds."""

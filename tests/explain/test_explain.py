@@ -209,12 +209,13 @@ def test_what_is_left_out_and_left_to_the_framework_is_said() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("files", EIGHT, ids=lambda files: files[0])
 def test_changes_of_a_large_model_take_what_predictions_of_them_do(files: tuple[str, ...]) -> None:
-    """The step with one seed, changes without noise: GPUs that are drawn at their power limit make up to 2 %."""
+    """Without noise, which is within 1 % of the median of seeds."""
     found = longstep.explain(*(FILES / file for file in files), **EIGHT[files])
-    assert found.step_time_s == pytest.approx(found.setup.replace(seeds=1).predicted().step_time_s, rel=1e-3)
+    assert found.step_time_s == pytest.approx(found.setup.replace(jitter=0.0).predicted().step_time_s, rel=1e-3)
+    assert found.step_time_s == pytest.approx(found.setup.predicted().step_time_s, rel=1e-2)
     for one in found.helps:
         predicted = one.change.setup.replace(jitter=0.0).predicted()
-        assert one.step_time_s == pytest.approx(predicted.step_time_s / one.tokens, rel=3e-3), one.change.text
+        assert one.step_time_s == pytest.approx(predicted.step_time_s / one.tokens, rel=2e-3), one.change.text
         assert one.peak_bytes == pytest.approx(predicted.peak_hbm_bytes, rel=2e-2), one.change.text  # of one rank
         assert one.longest == pytest.approx(longest(one.change.setup, 2**24), rel=1 / 15), one.change.text
 
