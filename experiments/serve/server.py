@@ -32,7 +32,9 @@ _KEPT = ("ask", "longest", "timeline")
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a page sends: who it is, the number of its question, and what the job takes."""
 
-    client: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"\A[\w-]+\Z")]
+    client: Annotated[
+        str, Meta(min_length=1, max_length=64, pattern=r"\A[\w-]+\Z", description="letters, digits, _ and -")
+    ]
     order: Annotated[int, Meta(ge=0, le=2**53)]
     payload: dict[str, Any]
 

@@ -23,7 +23,12 @@ from sim.base.errors import InputError, none_of, unknown
 T = TypeVar("T", bound=msgspec.Struct)
 Spec = TypeVar("Spec")
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z")]
+PLAIN = "a text without control characters"
+"""What messages say of a pattern that takes all others."""
+Name = Annotated[
+    str,
+    msgspec.Meta(min_length=1, max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f]*\Z", description=PLAIN),
+]
 """What titles and tables show."""
 MOST_BYTES = 256 * 2**20
 """Of a file that is read whole: the largest ones, records of sweeps, have some MB."""
@@ -143,7 +148,7 @@ def explained(error: msgspec.ValidationError, owner: Any, data: object) -> str:
     if re.match("Invalid enum value", said):
         return f"{given}allowed are {', '.join(str(one) for kind in _alternatives(at) for one in get_args(kind))}"
     if re.match("Expected `str` matching", said):
-        return f"{given}expected a text without control characters"
+        return f"{given}expected {_described(owner, steps)}"
     if match := re.fullmatch(r"Expected `str` of length (\S+) (\d+)", said):
         return f"{path}: expected a text whose length is {match[1]} {match[2]}"
     if match := re.fullmatch(r"Expected `([\w |]+)`(?: ((?:>|<)=? \S+?)(?:\.0)?)?(?:, got `.*`)?", said):
@@ -274,6 +279,15 @@ def _hint(owner: Any, steps: Sequence[str]) -> Any:
                 hints.append(get_type_hints(one).get(step))
         owner = next((hint for hint in hints if hint is not None), None)
     return owner
+
+
+def _described(owner: Any, steps: Sequence[str]) -> str:
+    """Return what the type of a text says of those that its pattern takes: the description of its ``Meta``."""
+    *before, last = steps or ("",)
+    kinds = [one for one in _alternatives(_hint(owner, before)) if isinstance(one, type)]
+    hints = [get_type_hints(kind, include_extras=True).get(last) for kind in kinds]
+    metas = [meta for hint in hints for one in (hint, *get_args(hint)) for meta in getattr(one, "__metadata__", ())]
+    return next((meta.description for meta in metas if meta.description), "a text of another form")
 
 
 def _alternatives(owner: Any) -> list[Any]:

@@ -29,7 +29,9 @@ class Kernels(_Data, frozen=True, kw_only=True):
     attention: ChosenAttention | None = None
     """Which kernel computes attention that is fused (``flash``; ``schedule.kernel`` names the two that are not). None:
     the one that the profile's points are of."""
-    torch: Annotated[str, msgspec.Meta(pattern=r"^(\d+\.\d+(\.\d+)?)?$")] = ""
+    torch: Annotated[
+        str, msgspec.Meta(pattern=r"\A(\d{1,4}\.\d{1,4}(\.\d{1,4})?)?\Z", description="a version such as 2.5.1")
+    ] = ""
     """Its version, as 2.5.1: it decides which kernel ``attention`` of sdpa is. Empty: ``attention.toml`` says which."""
     norm: str = ""
     """Of layers, of heads, and before the head of the model."""

@@ -202,7 +202,8 @@ def test_what_torch_picks_depends_on_its_version() -> None:
     [
         ({"set": {"software.torch": "2.5"}}, "what software.attention=sdpa picks, and attention is flash-attention-2"),
         ({"set": {"software.torch": "2.5"}, "software": None}, "and attention is of the profile; set both"),
-        ({"set": {"software.torch": "nightly"}}, "software.torch"),
+        ({"set": {"software.torch": "nightly"}}, "software.torch=nightly: expected a version such as 2.5.1"),
+        ({"set": {"software.torch": "2." + "9" * 5000}}, "expected a version such as 2.5.1"),
         ({"set": {"software.torch": "2.1", "software.attention": "sdpa"}}, "picks on H100-SXM is known from 2.2 on"),
         (
             {"cluster": "hgx-b200", "set": {"software.torch": "2.5", "software.attention": "sdpa"}},

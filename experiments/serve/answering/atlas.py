@@ -28,7 +28,14 @@ MOST_CELLS = 400
 class Axis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is varied: values, or a range such as 64K..1M*2."""
 
-    key: Annotated[str, Meta(max_length=60, pattern=r"\A(seq|gpus|global_batch|cluster\.[\w.]+)\Z")]
+    key: Annotated[
+        str,
+        Meta(
+            max_length=60,
+            pattern=r"\A(seq|gpus|global_batch|cluster\.[\w.]+)\Z",
+            description="seq, gpus, global_batch or a figure of the cluster",
+        ),
+    ]
     values: Word
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from sim.base.errors import InputError, unknown
-from sim.base.presets import converted, from_toml
+from sim.base.presets import PLAIN, converted, from_toml
 from sim.schedule.methods.catalog import NAMED
 from sim.setup import names
 from sim.setup.names import DATASHEET
@@ -30,14 +30,32 @@ MOST_DOCUMENTS = 4096
 _PATH = re.compile(r"[/\\\x00]|\.(toml|json|py|txt|jsonl|parquet)\b", re.IGNORECASE)
 """What a path has, and no name that ships."""
 
-Word = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-Length = Annotated[str, Meta(min_length=1, max_length=24, pattern=r"\A[0-9]{1,12} ?[KMkm]?( tokens)?\Z")]
+Word = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"\A[^\x00-\x1f\x7f]*\Z", description=PLAIN)]
+Length = Annotated[
+    str,
+    Meta(
+        min_length=1,
+        max_length=24,
+        pattern=r"\A[0-9]{1,12} ?[KMkm]?( tokens)?\Z",
+        description="tokens such as 8192 or 128K",
+    ),
+]
 Count = Annotated[int, Meta(ge=1, le=2**14)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31)]
-FileName = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"\A\w[\w.+-]*\Z")]
+FileName = Annotated[
+    str,
+    Meta(min_length=1, max_length=100, pattern=r"\A\w[\w.+-]*\Z", description="the name of a file, without a folder"),
+]
 Content = Annotated[str, Meta(max_length=2**18)]
-Key = Annotated[str, Meta(max_length=100, pattern=r"\A(cluster|model|schedule|software|profile)\.[\w.\[\]-]+\Z")]
-Value = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+Key = Annotated[
+    str,
+    Meta(
+        max_length=100,
+        pattern=r"\A(cluster|model|schedule|software|profile)\.[\w.\[\]-]+\Z",
+        description="a key such as cluster.nvlink.bytes_per_s",
+    ),
+]
+Value = Word
 
 
 class Dropped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -118,6 +118,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a huge number": ({"gpus": 10**9}, "question.gpus"),
     "none": ({"gpus": 0}, "question.gpus"),
     "a huge length": ({"seq": "9" * 400}, "question.seq"),
+    "no length": ({"seq": "12x"}, "question.seq is '12x': expected tokens such as 8192 or 128K"),
     "many nodes": ({"set": {"cluster.nodes": "1e12"}}, "cluster.nodes"),
     "an unknown field": ({"engine": "simpy"}, "engine"),
     "a list": ({"schedule": ["ring"]}, "question.schedule"),
