@@ -14,13 +14,14 @@ from runtime.execution.virtual import execute_virtual
 from sim.accounts.memory import walk
 from sim.schedule.ir.ops import Exchange, Op
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.model.pipeline.timetables import gpipe, interleaved, one_f_one_b, zero_bubble
 from sim.schedule.model.step import Item, Timetable
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 from tests.helpers import by_tier, make_model
-from tests.schedule.model.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble
+from tests.schedule.model.pipelines import pipelined
 from tests.schedule.proof.test_check_catches import refuses
 
 

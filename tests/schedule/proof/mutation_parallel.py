@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 
+from sim.schedule.model.pipeline.timetables import gpipe, interleaved, one_f_one_b, zero_bubble
 from sim.schedule.model.step import Timetable
 from sim.schedule.proof.check import Checked, check
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 from tests.helpers import make_model
-from tests.schedule.model.pipelines import gpipe, interleaved, one_f_one_b, pipelined, zero_bubble
+from tests.schedule.model.pipelines import pipelined
 from tests.schedule.model.tensor_parallel import tensor_parallel
 from tests.schedule.proof.mutation_steps import STEP_OPERATORS
 
