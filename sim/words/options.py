@@ -106,6 +106,14 @@ class LayerOptions:
     micro_batches: int = 1
     """Parts of a replica's batch that go forward and backward one after the other in a training step; their gradients
     add up in fp32."""
+    pipeline_schedule: str = "1f1b"
+    """In which order stages of a pipeline take micro-batches forward and backward: 1f1b, gpipe, interleaved (several
+    chunks of layers a stage), or zb-h1, which makes gradients of weights later: see ``model.pipeline.timetables``."""
+    pipeline_chunks: int = 1
+    """Chunks of layers that each stage of an interleaved pipeline has, which lie a round of all stages apart."""
+    pipeline_layers: str = ""
+    """How many layers each chunk has, in the order of the model, as 15,16,16,15, or as many each. The first one has the
+    embedding, too, and the last one the head and the loss."""
     host_waits: Literal["never", "micro-batch"] = "never"
     """Whether the host waits before each further micro-batch for all that it has issued, as where inputs are brought by
     a blocking copy (nanotron 0.4 dataloader.py, sanity_check_dataloader) or a loss is looked at (transformers 4.57.6
@@ -182,7 +190,8 @@ class LayerOptions:
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
-          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused"}  # fmt: skip
+          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused",
+          "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": ""}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_LAYERS = ("modules",)
@@ -192,6 +201,7 @@ OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
     *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
     *("accumulate", "reduce_to", "bucket_mb", "gather", "host_waits", "weights"),
+    *("pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
 )
 
 

@@ -7,14 +7,16 @@ rank does with them in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
+from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
@@ -22,13 +24,14 @@ from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Block, Equation, back
 from sim.schedule.model.outside import Embedding, Entry, Exit, FromOutside, Loss, ToOutside
 from sim.schedule.model.passes import LayerWriter
+from sim.schedule.model.pipeline.stages import Stages
 from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
-from sim.schedule.model.scope import layers_of, units
-from sim.schedule.model.step import Chunk, StepWriter, one_stage
+from sim.schedule.model.scope import ends_of, layers_of, units
+from sim.schedule.model.step import Chunk, StepWriter
 from sim.schedule.model.tiling import block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
-from sim.schedule.model.weights.params import Replicated
+from sim.schedule.model.weights.params import Params, Replicated
 from sim.schedule.model.weights.shards import Shards, moved_bytes, rows_later, shards_of
 from sim.schedule.write.attention import (
     DistributedAttention,
@@ -101,54 +104,21 @@ def build_around(
     alike = mesh.groups("dp", "ring", "ulysses")
     reduces = layers and not step and workload.backward and len(alike[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
-    shards = shards_of(mesh, options) if step else Shards()
+    shards, stages = shards_of(mesh, options) if step else Shards(), Stages(mesh, workload, options)
     header = Header(
         name=plan.name,
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope),
-        communicators=plan.communicators + gradients + shards.declared,
-        claims=_claims(plan, workload, mesh, options, block),
+        communicators=(*plan.communicators, *gradients, *stages.links, *shards.declared),
+        claims=_claims(plan, workload, mesh, options, block, stages),
     )
 
-    across_replicas = shards.within is not None and options.shards == "all" and mesh.dp > 1
-
-    def program(rank: int) -> Program:
-        """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
-        role = mesh.role(rank)
-        later = rows_later(workload, shards, options, role, rank) if across_replicas else None
-        own = written(rank) if later is None else of_role(role)
-        return own if rank == role else own.of_replica(rank - role, mesh.replica(rank) * workload.batch, later or {})
-
-    def written(rank: int) -> Program:
-        """Return the program of the one in its place, with the shards of a rank."""
-        role = mesh.role(rank)
-        b = ProgramBuilder(role, workload, mesh.dp)
-        if not layers:
-            b.workload = workload.of_layer(0)
-            return attention_program(b, plan.shard(role), plan.attention)
-        tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
-        params = Flat(b, shards, options, rank, units(workload)) if step else Replicated(b, gradients, units(workload))
-        kinds = []
-        for number, ((one, _), its) in enumerate(zip(workload.kinds(), (block, *others), strict=True)):
-            b.workload = one
-            keeps = checkpoint(its, options.checkpoint if step else "none")
-            kinds.append(LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, number))
-        b.workload = workload
-
-        def ends() -> tuple[Entry, Exit]:
-            if not step:
-                return FromOutside(b, tokens, block.x), ToOutside(b, tokens, block.x)
-            head = Loss(b, tokens, params, whole, options.loss, options.modules)
-            return Embedding(b, tokens, params, whole, head), head
-
-        count, waits = options.micro_batches, options.host_waits == "micro-batch"
-        chunks = {0: Chunk(layers_of(workload), ends)}
-        writer = StepWriter(b, chunks, tuple(kinds), params, count, waits, options.rotary_table)
-        return writer.program(one_stage(0, 1, count, 1))
-
-    of_role = cache(written)
-    return Schedule(header, program, replicated=not across_replicas)
+    ranks = _Ranks(
+        plan=plan, workload=workload, mesh=mesh, options=options, blocks=(block, *others), chosen=chosen,
+        gradients=gradients, shards=shards, stages=stages,
+    )  # fmt: skip
+    return Schedule(header, ranks.program, replicated=not ranks.own_shards)
 
 
 def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> None:
@@ -174,8 +144,90 @@ def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOption
         )
 
 
-def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block) -> Claims:
-    """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """Writes the programs of all ranks of a schedule."""
+
+    plan: AttentionPlan
+    workload: Workload
+    mesh: Mesh
+    options: LayerOptions
+    blocks: tuple[Block, ...]
+    """Of the model's kinds of layers."""
+    chosen: Chosen | None
+    gradients: tuple[Communicator, ...]
+    shards: Shards
+    stages: Stages
+
+    @property
+    def own_shards(self) -> bool:
+        """Whether replicas differ, each rank having shards of its own."""
+        return self.shards.within is not None and self.options.shards == "all" and self.mesh.dp > 1
+
+    @cached_property
+    def _of_role(self) -> Callable[[int], Program]:
+        return cache(self._written)
+
+    def program(self, rank: int) -> Program:
+        """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
+        workload, mesh, role = self.workload, self.mesh, self.mesh.role(rank)
+        later = rows_later(workload, self.shards, self.options, role, rank) if self.own_shards else None
+        own = self._written(rank) if later is None else self._of_role(role)
+        return own if rank == role else own.of_replica(rank - role, mesh.replica(rank) * workload.batch, later or {})
+
+    def _written(self, rank: int) -> Program:
+        """Return the program of the one in its place, with the shards of a rank."""
+        plan, workload, mesh, options, stages = self.plan, self.workload, self.mesh, self.options, self.stages
+        role = mesh.role(rank)
+        b = ProgramBuilder(role, workload, mesh.dp)
+        if workload.scope == "attention":
+            b.workload = workload.of_layer(0)
+            return attention_program(b, plan.shard(role), plan.attention)
+        stage = mesh.place(role)["pp"]
+        layers = {number: stages.layers(number) for number in stages.chunks_of(stage)}
+        own = tuple([unit for unit in units(workload) if stages.owns(stage, unit)])
+        tokens = plan.shard(role).tokens
+        kept = saving(b, options.activations, self.chosen, options.offload_from, tuple(layers.values()))
+        step = workload.scope == "step"
+        params = Flat(b, self.shards, options, rank, own) if step else Replicated(b, self.gradients, own)
+        kinds = []
+        for number, ((one, _), its) in enumerate(zip(workload.kinds(), self.blocks, strict=True)):
+            b.workload = one
+            keeps = checkpoint(its, options.checkpoint if step else "none")
+            kinds.append(LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, number))
+        b.workload = workload
+        chunks = self._chunks(b, tokens, params, layers)
+        waits = options.host_waits == "micro-batch"
+        writer = StepWriter(b, chunks, tuple(kinds), params, options.micro_batches, waits, options.rotary_table)
+        return writer.program(stages.items(stage))
+
+    def _chunks(
+        self, b: ProgramBuilder, tokens: Tokens, params: Params, layers: Mapping[int, range]
+    ) -> dict[int, Chunk]:
+        """Return the chunks of a rank by number, each of some layers, with what these stand between."""
+        of_layers, x = layers_of(self.workload), self.blocks[0].x
+        if self.workload.scope != "step":
+            return {0: Chunk(of_layers, lambda: (FromOutside(b, tokens, x), ToOutside(b, tokens, x)))}
+        options, stages, found = self.options, self.stages, dict[int, Chunk]()
+        borders, (first, last) = stages.borders(b, tokens, x), ends_of(self.workload)
+
+        def ends(number: int) -> tuple[Entry, Exit]:
+            head = Loss(b, tokens, params, whole, options.loss, options.modules) if stages.is_last(number) else None
+            entry = borders.before(number) if number else Embedding(b, tokens, params, whole, head)
+            return entry, head or borders.behind(number)
+
+        for number, its in layers.items():
+            of_ends = () if number else (first,), (last,) if stages.is_last(number) else ()
+            found[number] = Chunk(of_layers[its.start : its.stop], partial(ends, number), *of_ends)
+        return found
+
+
+def _claims(
+    plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block, stages: Stages
+) -> Claims:
+    """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients, and
+    what stages hand on.
+    """
     dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload, block)
     if plan.partwise and workload.backward:
         gemms += gemm_flops_again(workload, made_again(block))
@@ -193,7 +245,7 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerO
         dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
-    wire_bytes = sent + dp * layers * laid_out
+    wire_bytes = sent + dp * (layers * laid_out + stages.handed_bytes(workload))
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
     of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh.size)

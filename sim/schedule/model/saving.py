@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -141,26 +142,30 @@ class SaveOnCpu(_Elsewhere):
 class Offload(_Elsewhere):
     """Copies layers to the host's memory behind them, and back one layer ahead of their backward pass.
 
-    The last layer's stays, since it is needed at once. The host copies a layer out when the layer before is out, and
-    starts the backward pass when all are, so that the GPU holds what two layers save; so it does backward, where what
-    is copied back for a layer is not written before the kernels issued until then have ended.
+    The last layer's of each chunk stays, since it is needed first. The host copies a layer out when the layer before is
+    out, and starts the backward pass when all are, so that the GPU holds what two layers save; so it does backward,
+    where what is copied back for a layer is not written before the kernels issued until then have ended.
     """
 
-    def __init__(self, b: ProgramBuilder, place: Place, chosen: Chosen | None, first: int) -> None:
+    def __init__(
+        self, b: ProgramBuilder, place: Place, chosen: Chosen | None, first: int, chunks: Sequence[range]
+    ) -> None:
         super().__init__(b, place, chosen, first, waits=False)
-        self._last = b.workload.layers - 1
+        self._lasts = {layers[-1] for layers in chunks if layers}
+        self._firsts = {max(layers[0], first) for layers in chunks if layers}
+        """The first layers of which something leaves the GPU."""
 
     def save(self, at: Visit, kept: Kept, /) -> None:
         """See Saving."""
-        if self._first <= at.layer < self._last:
+        if at.layer >= self._first and at.layer not in self._lasts:
             self._leave(kept)
             kept = self._b.call("offload", at.layer, partial(self._offloaded, at.layer), kept)
         super().save(at, kept)
 
     def restore(self, at: Visit, weights: Values, /) -> Kept:
         """See Saving."""
-        if at.layer > self._first:
-            if at.layer == self._last:
+        if at.layer > self._first and at.layer not in self._firsts:
+            if at.layer in self._lasts:
                 self._b.add(HostSync(label="wait for the last one", streams=(OFFLOAD,)))
             ahead = at._replace(layer=at.layer - 1)
             self._kept[ahead] = self._fetched(ahead.layer, self._kept[ahead])
@@ -171,9 +176,16 @@ class Offload(_Elsewhere):
         return self._copied(layer, self._place, "offload layer", kept)
 
 
-def saving(b: ProgramBuilder, name: SavingName, chosen: Chosen | None = None, first: int = 0) -> Saving:
+def saving(
+    b: ProgramBuilder,
+    name: SavingName,
+    chosen: Chosen | None = None,
+    first: int = 0,
+    chunks: Sequence[range] | None = None,
+) -> Saving:
     """Return what an option names, for the layers of a builder from the ``first`` on, of all that they save or of what
-    is chosen; raises InputError where it would copy nothing.
+    is chosen; raises InputError where it would copy nothing. ``chunks`` are the layers of the rank's stage of the model
+    that follow each other, by default all in one.
     """
     workload = b.workload
     if name == "hbm":
@@ -189,9 +201,9 @@ def saving(b: ProgramBuilder, name: SavingName, chosen: Chosen | None = None, fi
         )
     if name == "save-on-cpu":
         return SaveOnCpu(b, chosen, first)
-    if workload.layers == 1:
+    if workload.layers == 1 or (all(len(layers) < 2 for layers in chunks or ()) and chunks):
         raise InputError(
             f"`set` schedule.activations={name} keeps the last layer on the GPU, and there is one: set `layers` 2 or "
             f"more, or `set` schedule.activations=save-on-cpu"
         )
-    return Offload(b, name, chosen, first)
+    return Offload(b, name, chosen, first, chunks or (range(workload.layers),))

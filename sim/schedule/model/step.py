@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
@@ -43,6 +43,18 @@ class Chunk(NamedTuple):
     layers: tuple[Unit, ...]
     ends: Callable[[], tuple[Entry, Exit]]
     """Makes the ends of a micro-batch, when its forward pass begins."""
+    first: tuple[Unit, ...] = ()
+    """Weights of the end of the model before these layers, where there is one."""
+    last: tuple[Unit, ...] = ()
+    """And of the one behind them."""
+
+    def order(self, kinds: str) -> tuple[Unit, ...]:
+        """Return which weights passes need, in order: forward all; backward those of layers again, and those of both
+        ends where they are one, since what a head needs backward stays.
+        """
+        backward = (*(one for one in self.last if one in self.first), *self.layers[::-1])
+        passed = {"F": (*self.first, *self.layers, *(one for one in self.last if one not in self.first)), "B": backward}
+        return tuple([unit for kind in kinds for unit in passed.get(kind, ())])
 
 
 class StepWriter(NamedTuple):
@@ -59,7 +71,7 @@ class StepWriter(NamedTuple):
     """Whether the host waits before each further micro-batch."""
     rotary_table: bool = False
 
-    def program(self, items: Iterable[Item]) -> Program:
+    def program(self, items: Sequence[Item]) -> Program:
         """Return the program that does what a timetable says; its passes forward alone where the workload has no
         others.
         """
@@ -72,8 +84,9 @@ class StepWriter(NamedTuple):
             b.add(Hold(label="keep the rotary table", held=(table,)))
         ends: dict[tuple[int, int], tuple[Entry, Exit]] = {}
         left: dict[tuple[int, Unit], Values] = {}
-        for kind, micro, number in items:
+        for at, (kind, micro, number) in enumerate(items):
             chunk = self.chunks[number]
+            self._begin(items, at)
             b.take(micro, self.micro_batches, "forward" if kind == "F" else "backward")
             if kind == "F":
                 if self.waits and micro:
@@ -103,6 +116,13 @@ class StepWriter(NamedTuple):
             b.add(Hold(label="keep the rotary table", held=(table,)))
         return b.build()
 
+    def _begin(self, items: Sequence[Item], at: int) -> None:
+        """Say which weights a pass needs, and one that turns around the backward pass that follows it at once, too."""
+        if at and _turns(*items[at - 1 : at + 1]):
+            return
+        turns = at + 1 < len(items) and _turns(*items[at : at + 2])
+        self.params.begin(self.chunks[items[at].chunk].order("FB" if turns else items[at].kind[0]))
+
     def _each(self, layers: Iterable[Unit]) -> Iterator[tuple[LayerWriter, Unit]]:
         """Yield layers with the writer of their kind, whose workload the builder has meanwhile."""
         whole = self.b.workload
@@ -110,3 +130,8 @@ class StepWriter(NamedTuple):
             self.b.workload = whole.of_layer(unit.layer)
             yield self.kinds[unit.layer % len(self.kinds)], unit
         self.b.workload = whole
+
+
+def _turns(item: Item, following: Item) -> bool:
+    """Return whether a backward pass follows the forward pass of the same micro-batch at once."""
+    return item.kind == "F" and following.kind in {"BW", "B"} and item[1:] == following[1:]

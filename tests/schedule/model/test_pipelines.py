@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,54 +13,85 @@ import torch
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.accounts.memory import walk
+from sim.base.errors import InputError
 from sim.schedule.ir.ops import Exchange, Op
 from sim.schedule.ir.program import Program, Schedule
-from sim.schedule.model.pipeline.timetables import gpipe, interleaved, one_f_one_b, zero_bubble
+from sim.schedule.methods.catalog import NAMED, SCHEDULES
+from sim.schedule.model.pipeline.timetables import (
+    PIPELINES,
+    Pipeline,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
 from sim.schedule.model.step import Item, Timetable
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
-from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 from tests.helpers import by_tier, make_model
-from tests.schedule.model.pipelines import pipelined
 from tests.schedule.proof.test_check_catches import refuses
 
 
 class Case(NamedTuple):
-    """A pipeline of four micro-batches, unless it says another number."""
+    """A pipeline of four micro-batches, unless it says another number; without rings the schedule is single."""
 
-    timetable: Timetable
-    split: tuple[int, ...]
+    pipeline: str
+    layers: str
+    """Of each chunk."""
     mesh: Mesh
     options: dict[str, Any] = {}  # noqa: RUF012 - never written to
+    schedule: str = "ring"
 
     def build(self, micros: int = 4) -> Schedule:
-        model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
-        workload = Workload(model=model, seq=16, batch=micros, dtype="fp64", scope="step", layers=sum(self.split))
+        split = [int(number) for number in self.layers.split(",")]
         given: dict[str, Any] = {"zero_stage": 0, "checkpoint": "none", "micro_batches": micros}
-        return pipelined(workload, self.mesh, self.timetable, self.split, LayerOptions(**{**given, **self.options}))
+        given |= {"pipeline_schedule": self.pipeline, "pipeline_layers": self.layers}
+        given |= {"pipeline_chunks": len(split) // self.mesh.pp, **self.options}
+        model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
+        workload = Workload(model=model, seq=16, batch=micros, dtype="fp64", scope="step", layers=sum(split))
+        entry = NAMED[self.schedule if self.mesh.size > self.mesh.pp else "single"]
+        return entry.schedule(workload, self.mesh, dataclasses.replace(entry.options, **given))
 
 
-TWO, RINGS = Mesh(pp=2), Mesh(pp=2, ring=2)
+TWO, RINGS, THREE = Mesh(pp=2), Mesh(pp=2, ring=2), Mesh(pp=3)
+REPLICAS = Mesh(pp=2, dp=2, ring=2)
 CASES = {
-    "1F1B": Case(one_f_one_b, (2, 1), TWO),
-    "1F1B of three stages": Case(one_f_one_b, (1, 1, 1), Mesh(pp=3)),
-    "1F1B, the head alone": Case(one_f_one_b, (1, 0), TWO),
-    "GPipe": Case(gpipe, (1, 2), TWO),
-    "zero bubble": Case(zero_bubble, (2, 1), TWO),
-    "zero bubble of three stages": Case(zero_bubble, (1, 1, 1), Mesh(pp=3), {"sync": "last"}),
-    "zero bubble of rings, gradients sharded": Case(zero_bubble, (2, 1), RINGS, {"zero_stage": 2}),
-    "interleaved": Case(interleaved, (2, 1, 1, 1), TWO),
-    "1F1B of rings, nothing sharded": Case(one_f_one_b, (2, 1), RINGS),
-    "1F1B of rings, optimiser sharded": Case(one_f_one_b, (2, 1), RINGS, {"zero_stage": 1}),
-    "1F1B of rings, gradients sharded": Case(one_f_one_b, (2, 1), RINGS, {"zero_stage": 2}),
-    "1F1B of rings, one sum": Case(one_f_one_b, (1, 1), RINGS, {"zero_stage": 2, "sync": "last"}),
-    "interleaved rings, one sum": Case(interleaved, (1, 1, 1, 1), RINGS, {"zero_stage": 2, "sync": "last"}),
-    "in place": Case(one_f_one_b, (1, 1), TWO, {"sync": "last", "accumulate": "in-place", "loss": "chunked"}),
-    "activations on the host": Case(one_f_one_b, (1, 1), TWO, {"activations": "save-on-cpu"}),
-    "optimiser on the host": Case(one_f_one_b, (1, 1), RINGS, {"zero_stage": 1, "optimiser": "host"}),
+    "1F1B": Case("1f1b", "2,1", TWO),
+    "1F1B of three stages": Case("1f1b", "1,1,1", THREE),
+    "1F1B, the head alone": Case("1f1b", "1,0", TWO),
+    "GPipe": Case("gpipe", "1,2", TWO),
+    "zero bubble": Case("zb-h1", "2,1", TWO),
+    "zero bubble of three stages": Case("zb-h1", "1,1,1", THREE, {"sync": "last"}),
+    "zero bubble of rings, gradients sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 2}),
+    "zero bubble of rings, weights sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 3}),
+    "interleaved": Case("interleaved", "2,1,1,1", TWO),
+    "1F1B of rings, nothing sharded": Case("1f1b", "2,1", RINGS),
+    "1F1B of rings, optimiser sharded": Case("1f1b", "2,1", RINGS, {"zero_stage": 1}),
+    "1F1B of rings, gradients sharded": Case("1f1b", "2,1", RINGS, {"zero_stage": 2}),
+    "1F1B of rings, weights sharded": Case("1f1b", "2,1", RINGS, {"zero_stage": 3}),
+    "1F1B, weights sharded, the head alone": Case("1f1b", "2,0", RINGS, {"zero_stage": 3}),
+    "1F1B of rings, one sum": Case("1f1b", "1,1", RINGS, {"zero_stage": 2, "sync": "last"}),
+    "interleaved rings, one sum": Case("interleaved", "1,1,1,1", RINGS, {"zero_stage": 2, "sync": "last"}),
+    "interleaved rings, weights sharded": Case("interleaved", "1,1,1,1", RINGS, {"zero_stage": 3, "prefetch": 2}),
+    "in place": Case("1f1b", "1,1", TWO, {"sync": "last", "accumulate": "in-place", "loss": "chunked"}),
+    "activations on the host": Case("1f1b", "1,1", TWO, {"activations": "save-on-cpu"}),
+    "activations on the host, ahead": Case("1f1b", "3,2", TWO, {"activations": "host"}),
+    "activations on the host, interleaved": Case("interleaved", "2,1,2,2", TWO, {"activations": "host"}),
+    "optimiser on the host": Case("1f1b", "1,1", RINGS, {"zero_stage": 1, "optimiser": "host"}),
+    "weights on the host": Case("1f1b", "1,1", RINGS, {"zero_stage": 3, "optimiser": "host", "weights": "host"}),
+    "computed again": Case("gpipe", "2,1", RINGS, {"zero_stage": 3, "checkpoint": "full"}),
+    "replicas": Case("1f1b", "1,1", REPLICAS, {"zero_stage": 3}),
+    "replicas, sharded within": Case("zb-h1", "1,1", REPLICAS, {"zero_stage": 3, "shards": "replica"}),
+    "replicas, nothing sharded": Case("1f1b", "1,1", REPLICAS),
 }
-QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble")
+CASES |= {
+    f"around {name}": Case("1f1b", "1,1", RINGS if "ring" in NAMED[name].degrees else Mesh(pp=2, ulysses=2),
+                           {"zero_stage": 3, **({"checkpoint": "full"} if name in {"upipe", "fpdt"} else {})}, name)
+    for name in SCHEDULES if name not in {"single", "ring"}
+}  # fmt: skip
+CASES["around usp, of both"] = Case("interleaved", "1,1,1,1", Mesh(pp=2, ulysses=2, ring=2), {"zero_stage": 2}, "usp")
+QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble", "1F1B of rings, weights sharded")
 
 
 @pytest.mark.parametrize("name", by_tier(QUICK, CASES, CASES))
@@ -100,15 +132,15 @@ def test_each_micro_batch_passes_each_chunk_once(timetable: Timetable) -> None:
 def test_activations_of_how_many_micro_batches_are_held() -> None:
     """The first of two stages holds those of two with 1F1B, and of all with GPipe."""
 
-    def peaks(timetable: Timetable) -> list[int]:
+    def peaks(pipeline: str) -> list[int]:
         """Return those of 4, 5 and 6 micro-batches, without token ids, which come from outside."""
         found = []
         for micros in (4, 5, 6):
-            checked = check(Case(timetable, (1, 1), TWO).build(micros))
+            checked = check(Case(pipeline, "1,1", TWO).build(micros))
             found.append(walk(checked.schedule.program(0), checked.dependencies[0]).peak_bytes - micros * 16 * 8)
         return found
 
-    same, growing = peaks(one_f_one_b), peaks(gpipe)
+    same, growing = peaks("1f1b"), peaks("gpipe")
     assert same[0] == same[1] == same[2] < growing[0]
     assert growing[2] - growing[1] == growing[1] - growing[0] > 0
 
@@ -125,12 +157,13 @@ def changed(change: Callable[[int, Op], Op | None]) -> Schedule:
     return Schedule(schedule.header, program)
 
 
-def test_a_stage_that_takes_micro_batches_in_another_order() -> None:
+def test_a_stage_that_takes_micro_batches_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def crossed(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
         items = one_f_one_b(stage, stages, micros, chunks)
         return [item._replace(micro=(1, 0, *range(2, micros))[item.micro]) for item in items] if stage else items
 
-    refuses(Case(crossed, (2, 1), TWO).build(), "with other tokens")
+    monkeypatch.setitem(PIPELINES, "crossed", Pipeline(crossed, "none"))
+    refuses(Case("crossed", "2,1", TWO).build(), "with other tokens")
 
 
 def test_a_norm_of_one_stage() -> None:
@@ -144,11 +177,50 @@ def test_a_message_that_is_lost() -> None:
     refuses(changed(lost), "rank 1 sends 0 times to rank 0, which receives 4 times")
 
 
-def test_stages_that_wait_for_each_other() -> None:
+def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one for the gradient of a micro-batch, the second one for the micro-batches behind it."""
 
     def stuck(stage: int, _stages: int, micros: int, _chunks: int) -> list[Item]:
         in_turn = [item._replace(chunk=stage) for item in one_f_one_b(1, 2, micros, 1)]
         return sorted(in_turn, key=lambda item: item.kind != "F") if stage else in_turn
 
-    refuses(Case(stuck, (2, 1), TWO).build(), "deadlock: rank 0 .* 'receive dx' on 'back 0'.; rank 1 .* 'receive x'")
+    monkeypatch.setitem(PIPELINES, "stuck", Pipeline(stuck, "none"))
+    refuses(Case("stuck", "2,1", TWO).build(), "deadlock: rank 0 .* 'receive dx' on 'back 0'.; rank 1 .* 'receive x'")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "said"),
+    [
+        (TWO, {"pipeline_schedule": "dual"}, "pipeline_schedule=dual: allowed are 1f1b, gpipe"),
+        (TWO, {"pipeline_layers": "2,2"}, "pipeline_layers=2,2: expected 2 numbers with commas that add up to 3"),
+        (TWO, {"pipeline_layers": "a"}, "pipeline_layers=a: expected 2 numbers"),
+        (TWO, {"pipeline_layers": "4,-1"}, "pipeline_layers=4,-1: expected 2 numbers"),
+        (TWO, {}, "`layers` 3 do not divide over 2 chunks .* such as 2,1"),
+        (
+            TWO,
+            {"pipeline_chunks": 2},
+            "pipeline_chunks=2: expected 1 or more, and above 1 only .* a stage: inter",
+        ),
+        (Mesh(), {"pipeline_layers": "3"}, "are of pipelines: leave them out, or set `pp_degree` 2 or more"),
+        (
+            THREE,
+            {"pipeline_schedule": "interleaved"},
+            "one for each of the 3 stages: set .*micro_batches=4",
+        ),
+    ],
+)
+def test_what_is_no_pipeline(mesh: Mesh, options: dict[str, Any], said: str) -> None:
+    model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
+    workload = Workload(model=model, seq=16, batch=4, dtype="fp64", scope="step", layers=3)
+    given = dataclasses.replace(NAMED["single"].options, micro_batches=4, **options)
+    with pytest.raises(InputError, match=said):
+        NAMED["single"].schedule(workload, mesh, given)
+
+
+def test_pipelines_are_of_training_steps_and_of_weights_of_one_end() -> None:
+    layer = Workload(model=make_model(4, 2), seq=16, scope="layer", layers=2)
+    with pytest.raises(InputError, match="`pp_degree` 2: pipelines are of training steps; set `scope` step"):
+        NAMED["single"].schedule(layer, TWO)
+    tied = msgspec.structs.replace(make_model(4, 2), tied_embeddings=True)
+    with pytest.raises(InputError, match="`pp_degree` 2: an embedding that is the head"):
+        NAMED["single"].schedule(Workload(model=tied, seq=16, scope="step", layers=2), TWO)

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 from typing import Any
 
 import msgspec
 
-from sim.schedule.model.pipeline.timetables import gpipe, interleaved, one_f_one_b, zero_bubble
-from sim.schedule.model.step import Timetable
+from sim.schedule.methods.catalog import NAMED
 from sim.schedule.proof.check import Checked, check
 from sim.words.mesh import Mesh
-from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 from tests.helpers import make_model
-from tests.schedule.model.pipelines import pipelined
 from tests.schedule.model.tensor_parallel import tensor_parallel
 from tests.schedule.proof.mutation_steps import STEP_OPERATORS
 
-PIPELINES: tuple[tuple[Timetable, int, tuple[int, ...]], ...] = (
-    (gpipe, 2, (2, 1)),
-    (one_f_one_b, 2, (1, 2)),
-    (one_f_one_b, 2, (1, 0)),
-    (one_f_one_b, 3, (1, 1, 1)),
-    (zero_bubble, 2, (2, 1)),
-    (zero_bubble, 3, (1, 1, 1)),
-    (interleaved, 2, (1, 1, 1, 1)),
+DRAWN: tuple[tuple[str, int, str], ...] = (
+    ("gpipe", 2, "2,1"),
+    ("1f1b", 2, "1,2"),
+    ("1f1b", 2, "1,0"),
+    ("1f1b", 3, "1,1,1"),
+    ("zb-h1", 2, "2,1"),
+    ("zb-h1", 3, "1,1,1"),
+    ("interleaved", 2, "1,1,1,1"),
 )
-"""Timetables, how many stages they are for, and how many layers each chunk has."""
+"""Pipelines, how many stages they have, and how many layers each chunk has."""
 PARALLEL_OPERATORS = {name: change for name, change in STEP_OPERATORS.items() if not name.startswith("mlp in tiles")}
 """What changes weights, states and ends; none of these has tiles."""
 
@@ -48,17 +46,24 @@ def drawn_layers(draw: Random) -> tuple[str, Checked]:
 
 def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
     """Return a training step of a pipeline, whose stages may be rings that share weights."""
-    timetable, stages, split = draw.choice(PIPELINES)
+    pipeline, stages, layers = draw.choice(DRAWN)
+    split = layers.split(",")
     chosen: dict[str, Any] = {
-        "zero_stage": draw.choice((0, 1, 2)),
+        "zero_stage": draw.choice((0, 1, 2, 3)),
         "sync": draw.choice(("every", "last")),
         "loss": draw.choice(("whole", "chunked")),
         "host_waits": draw.choice(("never", "micro-batch")),
         "activations": draw.choice(("hbm", "hbm", "save-on-cpu")),
+        "pipeline_schedule": pipeline,
+        "pipeline_layers": layers,
+        "pipeline_chunks": len(split) // stages,
+        "micro_batches": 4 if pipeline == "interleaved" else 3,
     }
     mesh = Mesh(pp=stages, ring=draw.choice((1, 1, 2)))
-    options = LayerOptions(micro_batches=4 if timetable is interleaved else 3, checkpoint="none", **chosen)
     model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
-    workload = Workload(model=model, seq=16, batch=options.micro_batches, dtype="fp64", scope="step", layers=sum(split))
-    name = f"{timetable.__name__}, pp {stages} of {split}, ring {mesh.ring}, {chosen}"
-    return name, check(pipelined(workload, mesh, timetable, split, options))
+    workload = Workload(
+        model=model, seq=16, batch=chosen["micro_batches"], dtype="fp64", scope="step", layers=sum(map(int, split))
+    )
+    entry = NAMED["ring" if mesh.ring > 1 else "single"]
+    options = dataclasses.replace(entry.options, checkpoint="none", **chosen)
+    return f"pp {stages}, ring {mesh.ring}, {chosen}", check(entry.schedule(workload, mesh, options))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sim.schedule.model.step import Item
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sim.schedule.model.step import Item, Timetable
 
 
 def gpipe(stage: int, _stages: int, micros: int, _chunks: int) -> list[Item]:
@@ -23,8 +26,9 @@ def one_f_one_b(stage: int, stages: int, micros: int, _chunks: int) -> list[Item
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
-    """Do the same with several chunks a stage, for as many micro-batches at a time as there are stages (arXiv:2104.04473
-    §2.2.2; Megatron-LM core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving).
+    """Take turns likewise with several chunks a stage, for as many micro-batches at a time as there are stages
+    (arXiv:2104.04473 §2.2.2; Megatron-LM core/pipeline_parallel/schedules.py,
+    forward_backward_pipelining_with_interleaving).
     """
     at = [
         (turn * stages + micro, chunk)
@@ -57,3 +61,29 @@ def _in_turn(forward: list[Item], backward: list[Item], ahead: int) -> list[Item
     pairs = zip(forward[ahead:], backward, strict=False)
     found = [*forward[:ahead], *(item for pair in pairs for item in pair)]
     return found + backward[len(forward) - ahead :]
+
+
+def in_a_loop(chunk: int, stages: int) -> int:
+    """Return which stage a chunk is on where stages take chunks in turn (arXiv:2104.04473 §2.2.2)."""
+    return chunk % stages
+
+
+class Pipeline(NamedTuple):
+    """A pipeline schedule by name."""
+
+    timetable: Timetable
+    paper: str
+    chunks: int | None = 1
+    """How many chunks of layers a stage has; None where an option says it."""
+    stage_of: Callable[[int, int], int] = in_a_loop
+    """Returns which stage a chunk is on: of its number, and of how many stages there are."""
+    rounds: bool = False
+    """Whether micro-batches go in rounds of as many as there are stages, and so have to divide by these."""
+
+
+PIPELINES: dict[str, Pipeline] = {
+    "1f1b": Pipeline(one_f_one_b, "arXiv:2104.04473 §2.2.1"),
+    "gpipe": Pipeline(gpipe, "arXiv:1811.06965"),
+    "interleaved": Pipeline(interleaved, "arXiv:2104.04473 §2.2.2", chunks=None, rounds=True),
+    "zb-h1": Pipeline(zero_bubble, "arXiv:2401.10241 §2.1"),
+}

@@ -29,6 +29,10 @@ class Flat:
         self._gathering, self._summing = Gathering(owned), Summing(owned)
         self._updating = Updating(owned, self._gathering)
 
+    def begin(self, order: tuple[Unit, ...]) -> None:
+        """See Params."""
+        self._gathering.begin(order)
+
     def gather(self, unit: Unit) -> Values:
         """See Params."""
         return self._gathering.gather(unit)
@@ -51,7 +55,6 @@ class Flat:
 
     def end_pass(self) -> None:
         """See Params."""
-        self._gathering.end_pass()
         self._summing.end_pass()
 
     def update(self) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sim.schedule.ir.ops import AllGather, Unpack
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, together
+from sim.schedule.model.scope import LAYER, ROOT, Unit, together
 from sim.schedule.model.weights.owned import Owned
 from sim.schedule.model.write import Values
 
@@ -50,6 +50,8 @@ class Gathering:
         """Of units that are on their way."""
         self._both_ends: dict[Unit, tuple[View, Values]] = {}
         """The unit of both ends of the model, where it has one and this pass has gathered it."""
+        self._order: tuple[Unit, ...] = ()
+        """In which order this pass gathers."""
         self._begun = self._gathered = 0
         """How many are in this pass, and have arrived."""
 
@@ -73,27 +75,17 @@ class Gathering:
 
     def _gathered_weights(self, unit: Unit) -> Values:
         """Append what brings the weights of a unit here, and sends those of the next ones; return them."""
-        ahead_of_it = self._ahead * len(together(self._layers[0], self._b.workload.model))
+        ahead_of_it = self._ahead * (len(together(self._layers[0], self._b.workload.model)) if self._ahead else 0)
         for ahead in self._order[self._begun : self._gathered + 1 + ahead_of_it]:
             self._sets.append(self._begin(ahead))
             self._begun += 1
         assert self._order[self._gathered] == unit, f"{unit.name} {unit.layer} is gathered out of order"
         self._gathered += 1
         flat, weights = self._sets.pop(0)
-        if self._gathered > 1 and unit == self._order[0]:
+        if unit in self._order[: self._gathered - 1] and unit in self._both_ends:
             return weights
         self._b.call(f"unpack {unit.name}", unit.layer, partial(self.fill, unit), flat, weights)
         return weights
-
-    @cached_property
-    def _order(self) -> tuple[Unit, ...]:
-        """In which order a pass gathers: weights of both ends once, those of layers for backward again. A unit of both
-        ends stands where the head is needed, too, and is there already.
-        """
-        there = [unit for unit in self._owned.units if unit.name != ADAPTERS]
-        again = [unit for unit in there if unit.name == ROOT.name]
-        passed = (*there, *again, *reversed(self._layers))
-        return tuple([one for unit in passed for one in together(unit, self._b.workload.model)])
 
     def _begin(self, unit: Unit) -> tuple[View, Values]:
         """Append what sends a unit's weights; return where they arrive, and where they are to be."""
@@ -153,8 +145,9 @@ class Gathering:
         (size,) = unit.flat.shape(self._b.workload.model)
         self._b.add(Unpack(label=f"unpack {unit.name}", flat=flat[:size], weights=tuple(weights.values())))
 
-    def end_pass(self) -> None:
-        """Free what is gathered into, before the next pass."""
+    def begin(self, order: tuple[Unit, ...]) -> None:
+        """See Params. What was gathered into is freed, and gathered anew."""
         self._pools.clear()
         self._both_ends.clear()
         self._begun = self._gathered = 0
+        self._order = tuple([one for unit in order for one in together(unit, self._b.workload.model)])

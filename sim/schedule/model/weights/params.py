@@ -23,6 +23,12 @@ Reduced = tuple[View, ...]
 class Params(Protocol):
     """The weights of a model on one rank. What is gathered lives until its last use."""
 
+    def begin(self, order: tuple[Unit, ...]) -> None:
+        """Take the units that will be gathered next, in this order: those of a pass, or of a forward pass and of the
+        backward pass that follows it at once.
+        """
+        ...
+
     def gather(self, unit: Unit) -> Values:
         """Append what brings weights here, for one pass; return them whole."""
         ...
@@ -63,6 +69,9 @@ class Replicated:
     def _of(self, unit: Unit) -> Values:
         b = self._b
         return {w: b.input_of(w.later(unit.layer), w.rows(b.workload.model)) for w in unit.weights}
+
+    def begin(self, order: tuple[Unit, ...]) -> None:
+        """See Params."""
 
     def gather(self, unit: Unit) -> Values:
         """See Params."""

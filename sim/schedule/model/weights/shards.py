@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sim.schedule.ir.program import Communicator
 from sim.schedule.model.scope import ADAPTERS, LAYER, trained, units, updated
-from sim.words.mesh import Mesh
+from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
 
@@ -35,7 +35,8 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
     """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas."""
     hybrid = options.shards == "replica"
     across = mesh.groups("dp")
-    within = mesh.groups("ring", "ulysses") if hybrid else mesh.groups("dp", "ring", "ulysses")
+    axes: tuple[Axis, ...] = ("ring", "ulysses") if hybrid else ("dp", "ring", "ulysses")
+    within, squares = mesh.groups(*axes), mesh.groups("pp", *(axes if _squares_parts(options) else ()))
     several, gathers = len(within[0]) > 1, options.zero_stage > 0
     weights, gradients = (Communicator(name=name, groups=within) for name in ("weights", "gradients"))
     shared = gathers and options.weight_communicators == "one"
@@ -43,8 +44,20 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
         within=weights if several and gathers else None,
         gradients=(weights if shared else gradients) if several else None,
         across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
-        norm=weights if several and gathers and options.reduce_to == "owner" else None,
+        norm=_norm(mesh, weights, squares),
     )
+
+
+def _norm(mesh: Mesh, weights: Communicator, squares: tuple[tuple[int, ...], ...]) -> Communicator | None:
+    """Return what sums the squares of all that own different gradients: of one stage by what gathers its weights."""
+    if len(squares[0]) == 1:
+        return None
+    return weights if mesh.pp == 1 else Communicator(name="norm", groups=squares)
+
+
+def _squares_parts(options: LayerOptions) -> bool:
+    """Return whether a rank has squares of its part of gradients only, and not of all."""
+    return options.zero_stage > 0 and options.reduce_to == "owner"
 
 
 def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
@@ -58,7 +71,8 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
     hybrid, stage = options.shards == "replica", options.zero_stage
-    groups, ranks = (mesh.dp, mesh.size // mesh.dp) if hybrid else (1, mesh.size)
+    of_stage = mesh.size // mesh.pp
+    groups, ranks = (mesh.dp, of_stage // mesh.dp) if hybrid else (1, of_stage)
     gathers = options.micro_batches if stage == 3 else 1
     sums = options.micro_batches if stage >= 2 and options.sync == "every" else 1
     total = gathered = 0
@@ -68,11 +82,12 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
         total += 0 if unit.frozen else size
         if stage == 3 or (stage and not unit.frozen):
             gathered += gathers * size * (2 if stage == 3 and unit.name in {LAYER, ADAPTERS} else 1)
-    to_owners = stage > 0 and options.reduce_to == "owner"
+    to_owners = _squares_parts(options)
     summed = sums * total * on_wire * (1 if to_owners else 2)
-    squares = 2 * len(trained(workload)) * wide if to_owners else 0
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
-    return groups * (ranks - 1) * (gathered * own + summed + squares) + across
+    squared = mesh.pp * (ranks if to_owners else 1)
+    squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
+    return groups * (ranks - 1) * (gathered * own + summed) + across + squares
 
 
 def part_of(size: int, parts: int) -> int:

@@ -1,0 +1,269 @@
+"""The stages of a model: which layers each has, and what hands activations and their gradients on between them."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from functools import cached_property
+from typing import NamedTuple
+
+from sim.base.errors import InputError
+from sim.schedule.ir.layout import num_tokens
+from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.ops import Exchange, Message
+from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.ir.views import View
+from sim.schedule.model.outside import Entry, Exit
+from sim.schedule.model.pipeline.timetables import PIPELINES, Pipeline
+from sim.schedule.model.scope import ADAPTERS, EMBEDDED, LAYER, ROOT, Unit
+from sim.schedule.model.step import Item
+from sim.schedule.write.builder import ProgramBuilder
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from sim.words.workload import DTYPE_BYTES, Workload
+
+
+class Stages:
+    """Chunks of a model's layers on the axis pp of a mesh: the model cut into as many as stages have together.
+
+    With one stage there is one chunk, which goes forward and backward with each micro-batch in turn.
+    """
+
+    def __init__(self, mesh: Mesh, workload: Workload, options: LayerOptions) -> None:
+        """Cut it; raises InputError for a cut that is none of the layers, and for micro-batches that a pipeline cannot
+        take.
+        """
+        self._mesh, self._options = mesh, options
+        self._pipeline = _pipeline(mesh, workload, options)
+        per_stage = self._pipeline.chunks or options.pipeline_chunks
+        self.split = _split(options.pipeline_layers, workload.layers, mesh.pp, per_stage)
+        """How many layers each chunk has, in the order of the model."""
+        if self._pipeline.rounds and options.micro_batches % mesh.pp:
+            raise InputError(
+                f"`set` schedule.pipeline_schedule={options.pipeline_schedule} takes micro-batches in rounds of one "
+                f"for each of the {mesh.pp} stages: set schedule.micro_batches={options.micro_batches} to a multiple "
+                f"of these, or choose another schedule.pipeline_schedule"
+            )
+
+    @cached_property
+    def links(self) -> tuple[Communicator, ...]:
+        """The communicators between chunks, forward and back: of borders that follow each other each has its own, so
+        that what a rank receives never waits for what it sends.
+        """
+        lines = self._mesh.groups("pp")
+        of_borders = range(min(2, len(self.split) - 1))
+        return tuple(
+            [Communicator(name=f"{way} {at}", groups=lines) for way in ("forward", "back") for at in of_borders]
+        )
+
+    def layers(self, number: int) -> range:
+        """Return the layers of a chunk."""
+        start = sum(self.split[:number])
+        return range(start, start + self.split[number])
+
+    def chunks_of(self, stage: int) -> list[int]:
+        """Return the chunks of a stage, in the order of the model."""
+        return [number for number in range(len(self.split)) if self.stage_of(number) == stage]
+
+    def items(self, stage: int) -> list[Item]:
+        """Return what a stage does, in order."""
+        per_stage = len(self.split) // self._mesh.pp
+        return self._pipeline.timetable(stage, self._mesh.pp, self._options.micro_batches, per_stage)
+
+    def is_last(self, number: int) -> bool:
+        """Return whether a chunk is the last one of the model."""
+        return number == len(self.split) - 1
+
+    def owns(self, stage: int, unit: Unit) -> bool:
+        """Return whether weights are those of a stage: of its layers, or of an end of the model that it has."""
+        chunks = self.chunks_of(stage)
+        if unit.name in {LAYER, ADAPTERS}:
+            return any(unit.layer in self.layers(number) for number in chunks)
+        ends = {EMBEDDED.name: [0], ROOT.name: [0, len(self.split) - 1]}.get(unit.name, [len(self.split) - 1])
+        return any(number in chunks for number in ends)
+
+    def borders(self, b: ProgramBuilder, tokens: Tokens, x: Tensor) -> Borders:
+        """Return what is between the chunks of a builder's rank and those before and behind them."""
+        (line,) = [group for group in self._mesh.groups("pp") if b.rank in group]
+        return Borders(self, b, tokens, x, line)
+
+    def stage_of(self, number: int) -> int:
+        """Return which stage a chunk is on."""
+        return self._pipeline.stage_of(number, self._mesh.pp)
+
+    def handed_bytes(self, workload: Workload) -> int:
+        """Return what stages of one replica send each other: B S E elements over each border, forward and back."""
+        borders = sum(self.stage_of(number) != self.stage_of(number + 1) for number in range(len(self.split) - 1))
+        of_one = workload.batch * workload.seq * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
+        return borders * of_one * (workload.forward + workload.backward)
+
+
+def _pipeline(mesh: Mesh, workload: Workload, options: LayerOptions) -> Pipeline:
+    """Return the pipeline that options name; raises InputError for options of one where there is none."""
+    name = options.pipeline_schedule
+    if name not in PIPELINES:
+        raise InputError(f"`set` schedule.pipeline_schedule={name}: allowed are {', '.join(PIPELINES)}")
+    found = PIPELINES[name]
+    if options.pipeline_chunks < 1 or (options.pipeline_chunks > 1 and found.chunks is not None):
+        several = ", ".join(one for one, pipeline in PIPELINES.items() if pipeline.chunks is None)
+        raise InputError(
+            f"`set` schedule.pipeline_chunks={options.pipeline_chunks}: expected 1 or more, and above 1 only where "
+            f"`set` schedule.pipeline_schedule is one of several chunks a stage: {several}"
+        )
+    if mesh.pp > 1 and workload.scope != "step":
+        raise InputError(f"`pp_degree` {mesh.pp}: pipelines are of training steps; set `scope` step")
+    if mesh.pp > 1 and workload.model.tied_embeddings:
+        raise InputError(
+            f"`pp_degree` {mesh.pp}: an embedding that is the head, too, is not split over stages yet: `set` "
+            f"model.tied_embeddings=false, or `pp_degree` 1"
+        )
+    if mesh.pp == 1 and (options.pipeline_chunks > 1 or options.pipeline_layers):
+        raise InputError(
+            f"`set` schedule.pipeline_chunks={options.pipeline_chunks} and schedule.pipeline_layers="
+            f"{options.pipeline_layers or 'equal'} are of pipelines: leave them out, or set `pp_degree` 2 or more"
+        )
+    return found if mesh.pp > 1 else PIPELINES["1f1b"]
+
+
+def _split(given: str, layers: int, pp: int, per_stage: int) -> tuple[int, ...]:
+    """Return how many layers each chunk has: as many as others, or as a text says: 15,16,16,15."""
+    chunks = pp * per_stage
+    if not given:
+        if layers % chunks:
+            few, more = divmod(layers, chunks)
+            near = ",".join(str(few + (number < more)) for number in range(chunks))
+            raise InputError(
+                f"`layers` {layers} do not divide over {chunks} chunks ({pp} stages with {per_stage} each): `set` "
+                f"schedule.pipeline_layers to how many each has, such as {near}, or set another `pp_degree`"
+            )
+        return (layers // chunks,) * chunks
+    try:
+        found = tuple([int(one) for one in given.split(",")])
+    except ValueError:
+        found = ()
+    if len(found) != chunks or sum(found) != layers or min(found) < 0:
+        raise InputError(
+            f"`set` schedule.pipeline_layers={given}: expected {chunks} numbers with commas that add up to {layers}: "
+            f"how many layers each chunk has, in the order of the model"
+        )
+    return found
+
+
+class Borders:
+    """What is between the chunks of one rank and those before and behind them."""
+
+    def __init__(self, stages: Stages, b: ProgramBuilder, tokens: Tokens, x: Tensor, line: tuple[int, ...]) -> None:
+        """``x`` is what layers hand on, ``line`` the ranks of all stages."""
+        self._stages, self._b, self._tokens, self._x, self._line = stages, b, tokens, x, line
+        self._turns: defaultdict[int, Turn] = defaultdict(Turn)
+
+    def before(self, number: int) -> Entry:
+        """Return the entry of a chunk that is not the first one."""
+        if self._turns_at(number - 1):
+            return FromTurn(self._turns[number - 1])
+        return FromStage(self._border(number - 1, self._stages.stage_of(number - 1)))
+
+    def behind(self, number: int) -> Exit:
+        """Return the exit of a chunk that is not the last one."""
+        if self._turns_at(number):
+            return ToTurn(self._turns[number])
+        return ToStage(self._border(number, self._stages.stage_of(number + 1)))
+
+    def _turns_at(self, before: int) -> bool:
+        return self._stages.stage_of(before) == self._stages.stage_of(before + 1)
+
+    def _border(self, before: int, stage: int) -> Border:
+        """Return the border behind a chunk, beyond which is a stage."""
+        x, at = self._x.later(self._stages.layers(before).stop), before % 2
+        return Border(self._b, self._tokens, x, self._line[stage], f"forward {at}", f"back {at}")
+
+
+class Border(NamedTuple):
+    """What is between two chunks, for the one on this side: activations go over it forward, their gradients back."""
+
+    b: ProgramBuilder
+    tokens: Tokens
+    x: Tensor
+    """What is handed on forward."""
+    peer: int
+    """The rank on the other side."""
+    forward: str
+    """Names of the communicators of both directions."""
+    back: str
+
+    def sent(self, by: str, tensor: Tensor, view: View) -> None:
+        """Append what sends a tensor to the other side."""
+        self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=(Message(self.peer, view),), recvs=()))
+
+    def received(self, by: str, tensor: Tensor) -> View:
+        """Append what receives a tensor from there; return it."""
+        view = self.b.new(tensor, num_tokens(self.tokens))
+        recvs = (Message(self.peer, view),)
+        self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
+        return view
+
+
+class FromStage(NamedTuple):
+    """What comes in is what the stage before hands on."""
+
+    border: Border
+
+    def forward(self) -> View:
+        """See Entry."""
+        return self.border.received(self.border.forward, self.border.x)
+
+    def backward(self, first: View, /) -> None:
+        """See Entry."""
+        self.border.sent(self.border.back, d(self.border.x), first)
+
+
+class ToStage(NamedTuple):
+    """What leaves is handed on to the stage behind."""
+
+    border: Border
+
+    def forward(self, last: View, /) -> None:
+        """See Exit."""
+        self.border.sent(self.border.forward, self.border.x, last)
+
+    def backward(self) -> View:
+        """See Exit."""
+        return self.border.received(self.border.back, d(self.border.x))
+
+
+class Turn:
+    """Two chunks of one stage that follow each other, as at the tip of a V: what one leaves the other takes, in the
+    same order of micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.forward: deque[View] = deque()
+        self.back: deque[View] = deque()
+
+
+class FromTurn(NamedTuple):
+    """What comes in is what the chunk before, of the same stage, has left."""
+
+    turn: Turn
+
+    def forward(self) -> View:
+        """See Entry."""
+        return self.turn.forward.popleft()
+
+    def backward(self, first: View, /) -> None:
+        """See Entry."""
+        self.turn.back.append(first)
+
+
+class ToTurn(NamedTuple):
+    """What leaves is taken by the chunk behind, of the same stage."""
+
+    turn: Turn
+
+    def forward(self, last: View, /) -> None:
+        """See Exit."""
+        self.turn.forward.append(last)
+
+    def backward(self) -> View:
+        """See Exit."""
+        return self.turn.back.popleft()
