@@ -16,9 +16,10 @@ import math
 import msgspec
 
 from sim.schedule.ir.program import Header
+from sim.schedule.model.pipeline.stages import Stages
 from sim.schedule.model.scope import units
 from sim.words.options import LayerOptions
-from sim.words.workload import DTYPE_BYTES, accumulation_dtype
+from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,26 +32,41 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def footprint(header: Header) -> Footprint:
-    """Return what the formulas say of a training step."""
-    workload, options = header.workload, dataclasses.asdict(LayerOptions()) | header.options
+    """Return what the formulas say of a training step: of the stage of a pipeline that has most of each."""
+    workload, options = header.workload, _options(header)
+    stages, mesh = Stages(header.mesh, workload, options), header.mesh
+    shards = next((len(one.groups[0]) for one in header.communicators if one.name == "weights"), 1)
+    held = []
+    for stage in range(mesh.pp):
+        own = [unit for unit in units(workload) if stages.owns(stage, unit)]
+        weights, frozen = (
+            sum(math.prod(unit.flat.shape(workload.model)) for unit in own if unit.frozen == kept)
+            for kept in (False, True)
+        )
+        held.append(_states_bytes(workload, options, shards, weights, frozen))
+    sequences = workload.batch // options.micro_batches
+    tokens = sequences * workload.seq // (mesh.size // mesh.dp // mesh.pp)
+    layer = tokens * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
+    most = max(stages.layers_in_flight(stage) for stage in range(mesh.pp))
+    return Footprint(states_bytes=max(held), saved_bytes=most * layer if options.checkpoint == "full" else None)
+
+
+def _options(header: Header) -> LayerOptions:
+    """Return the options of layers that a schedule has."""
+    names = [field.name for field in dataclasses.fields(LayerOptions)]
+    return LayerOptions(**{name: header.options[name] for name in names if name in header.options})
+
+
+def _states_bytes(workload: Workload, options: LayerOptions, parts: int, weights: int, frozen: int) -> int:
+    """Return what a rank keeps of so many weights, trained and frozen ones, that are cut into so many parts."""
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
-    shards = [one for one in header.communicators if one.name == "weights"]
-    weights, frozen = (
-        sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload) if unit.frozen == kept)
-        for kept in (False, True)
-    )
-    stage, parts = options["zero_stage"], next((len(one.groups[0]) for one in shards), 1)
-    states = own if options["optimiser_states"] == "model" else wide
-    sent = own if options["reduce"] == "model" else wide
-    works = options["optimiser"] == "host" and options["weights"] != "host-states"
+    stage = options.zero_stage
+    states = own if options.optimiser_states == "model" else wide
+    sent = own if options.reduce == "model" else wide
+    works = options.optimiser == "host" and options.weights != "host-states"
     working = weights if stage < 3 else weights // parts if works else 0
     total = 3 * states * weights // parts + own * working
     total += own * (frozen if stage < 3 else frozen // parts)
-    several = options["micro_batches"] > 1 or options["accumulate"] == "in-place"
-    adds_whole = stage >= 2 and several and options["sync"] == "last"
-    total += sent * weights if stage == 1 or adds_whole else states * weights // parts
-    ranks = header.mesh.size // header.mesh.dp
-    sequences = workload.batch // options["micro_batches"]
-    layer = sequences * workload.seq // ranks * workload.model.embed_dim * own
-    full = options["checkpoint"] == "full"
-    return Footprint(states_bytes=total, saved_bytes=workload.layers * layer if full else None)
+    several = options.micro_batches > 1 or options.accumulate == "in-place"
+    adds_whole = stage >= 2 and several and options.sync == "last"
+    return total + (sent * weights if stage == 1 or adds_whole else states * weights // parts)

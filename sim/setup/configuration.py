@@ -122,6 +122,8 @@ class Configuration:
         said = []
         if mesh.ulysses > 1 and mesh.ring > 1:
             said.append(f"U {mesh.ulysses} x R {mesh.ring}")
+        if mesh.pp > 1:
+            said.append(f"{mesh.pp} stages")
         if mesh.dp > 1:
             said.append(f"{mesh.dp} replicas")
         said += [f"placement {name}" for name, order in PLACEMENTS.items() if order == mesh.order != AXES]

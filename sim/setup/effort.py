@@ -113,6 +113,7 @@ class Sizes(NamedTuple):
     ring: int
     chunks: int
     layers: int
+    """Of one stage of a pipeline."""
     micro_batches: int
     documents: int
     """0 where there is one, whose masks and layouts are counted with the rest."""
@@ -185,7 +186,7 @@ def sizes_of(asked: Asked) -> Sizes:
     return Sizes(
         ring=asked.mesh.ring,
         chunks=max(1, workload.seq // chunk) if isinstance(chunk, int) and chunk > 0 else 1,
-        layers=1 if workload.scope == "attention" else workload.layers,
+        layers=1 if workload.scope == "attention" else -(-workload.layers // asked.mesh.pp),
         micro_batches=getattr(options, "micro_batches", 1) if step else 1,
         documents=len(workload.documents) if workload.documents else 0,
     )
@@ -213,7 +214,10 @@ def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, bool]:
     """Return what the program of a rank in the middle has at some sizes, of one long document, and whether all
     replicas do the same.
     """
-    work, options, mesh = asked.workload, asked.options, asked.mesh
+    work, options = asked.workload, asked.options
+    mesh = msgspec.structs.replace(asked.mesh, pp=1)  # a stage does what a model of its layers does
+    if asked.mesh.pp > 1:
+        options = dataclasses.replace(options, pipeline_schedule="1f1b", pipeline_chunks=1, pipeline_layers="")
     now = sizes_of(asked)
     even = 2 * mesh.ulysses
     tokens = even * max(1, work.seq // now.chunks // mesh.ring // even)  # of a member of the ring, or a chunk
@@ -306,7 +310,7 @@ def _less(told: Estimate) -> Iterator[str]:
     named: dict[str, Callable[[int], str]] = {
         "ring": lambda at: f"`gpus` {at * asked.mesh.size // sizes.ring}",
         "chunks": lambda at: f"`set` schedule.chunk={asked.workload.seq // at}",
-        "layers": lambda at: f"`layers` {at}",
+        "layers": lambda at: f"`layers` {at * asked.mesh.pp}",
         "micro_batches": lambda at: f"`set` schedule.micro_batches={at}",
         "documents": lambda at: f"{at} of the `documents`",
     }

@@ -76,6 +76,9 @@ class Setup:
     """Ranks that split the sequence."""
     cp: int | None = None
     """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
+    pp_degree: int = 1
+    """Stages of a pipeline, each with some of the layers, in which ``schedule.micro_batches`` follow each other:
+    ``schedule.pipeline_schedule`` says in which order, ``schedule.pipeline_layers`` which layers."""
     dp_degree: int = ONE_REPLICA
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
     ``cp`` as many as the GPUs make."""
@@ -224,28 +227,29 @@ class Setup:
             )
         said = {axis: getattr(self, f"{axis}_degree") for axis in entry.degrees}
         told = {f"`{axis}_degree` {degree}": degree for axis, degree in said.items() if degree is not None}
-        inside, whole = math.prod(told.values()), len(told) == len(said) > 0
-        if cp % inside or (whole and inside != cp):
+        inside, all_told = math.prod(told.values()), len(told) == len(said) > 0
+        if cp % inside or (all_told and inside != cp):
             raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
-        dp = self.dp_degree
+        dp, whole = self.dp_degree, cp * self.pp_degree
+        named = f"`cp` {cp}" + (f" x `pp_degree` {self.pp_degree}" if self.pp_degree > 1 else "")
         if isinstance(dp, Untold):
             spec = names.changed_cluster(
                 names.cluster_spec(self.cluster), _overrides(self.set)["cluster"], "`set` cluster."
             )
-            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
-            if gpus % cp:
-                above = -(-gpus // cp) * cp
+            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else whole)
+            if gpus % whole:
+                above = -(-gpus // whole) * whole
                 raise InputError(
-                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
+                    f"{named} does not divide {gpus} GPUs: set `gpus` {f'{above - whole} or ' if above > whole else ''}"
                     f"{above}, or another `cp`"
                 )
-            dp = gpus // cp
-        elif self.gpus not in {None, cp * dp}:
+            dp = gpus // whole
+        elif self.gpus not in {None, whole * dp}:
             raise InputError(
-                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
-                f"the three"
+                f"`gpus` {self.gpus} is not {named} x `dp_degree` {dp}: set `gpus` {whole * dp}, or leave out one of "
+                f"{'them' if self.pp_degree > 1 else 'the three'}"
             )
-        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
+        return self.replace(cp=None, gpus=whole * dp, dp_degree=dp)
 
     def spelled_out(self) -> Setup:
         """Return it with its ``global_batch`` as replicas, sequences of each, and micro-batches; itself where it has
@@ -266,7 +270,8 @@ class Setup:
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
         dp = int(self.dp_degree)
-        gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp)
+        pp = self.pp_degree
+        gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=pp)
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
         each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
@@ -334,7 +339,17 @@ class Setup:
                 continue
             expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
             raise InputError(f"`{name}` {value!r}: expected {expected}")
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
+        for name in (
+            "layers",
+            "batch",
+            "nodes",
+            "gpus",
+            "ulysses_degree",
+            "ring_degree",
+            "cp",
+            "dp_degree",
+            "pp_degree",
+        ):
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
 
@@ -345,7 +360,7 @@ class Setup:
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
         """Return what its degrees stand for, on so many GPUs and in so many replicas."""
         name = names.schedule_name(self.played)
-        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp)
+        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp, pp=self.pp_degree)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and

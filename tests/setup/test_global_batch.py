@@ -38,6 +38,8 @@ def test_a_number_counts_sequences_and_a_unit_tokens(said: int | str, sequences:
         ({"schedule": "single", "gpus": 8, "global_batch": 16}, (8, 8, 2)),
         ({"schedule": "single", "nodes": 1, "global_batch": 16}, (8, 8, 2)),
         ({"gpus": 8, "dp_degree": 4, "batch": 2, "global_batch": 8}, (8, 4, 2)),
+        ({"gpus": 16, "ulysses_degree": 4, "pp_degree": 2, "global_batch": 8}, (16, 2, 4)),
+        ({"ulysses_degree": 4, "pp_degree": 2, "global_batch": 8}, (8, 1, 8)),
         ({"gpus": 2, "documents": (3072, 1024), "global_batch": "12K"}, (2, 1, 3)),
     ],
 )

@@ -41,9 +41,11 @@ if TYPE_CHECKING:
     from sim.setup.imports.imported import Imported
 
 
-COUNTS = ("nodes", "gpus", "cp")
+COUNTS = ("nodes", "gpus", "cp", "pp_degree")
 """Options that are numbers, or lists of them."""
 _MICRO_BATCHES = "schedule.micro_batches"
+_PIPELINES = {"pipeline": "schedule.pipeline_schedule", "stages": "schedule.pipeline_layers"}
+"""Options of the schedule that have options of the command line."""
 
 
 def listed(text: str, option: str, example: str) -> list[str]:
@@ -102,6 +104,14 @@ class Selection:
     """Ranks that share a sequence, however the schedule splits it among them: --gpus are so many times the replicas."""
     tp: OptionalInt = None
     """Ranks that share weights: 1, since tensor parallelism is not simulated."""
+    pp_degree: OptionalCounts = None
+    """Stages of a pipeline, each with some of the layers: --accumulate says how many micro-batches follow each other in
+    them."""
+    pipeline: OptionalText = None
+    """In which order stages take them: 1f1b, gpipe, interleaved or zb-h1, as --set schedule.pipeline_schedule."""
+    stages: OptionalText = None
+    """How many layers each stage has, or each chunk of an interleaved one, as --set schedule.pipeline_layers:
+    15,16,16,15. By default all as many."""
     dp_degree: int = UntypedInt(1)
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
     --cp as many as the GPUs make."""
@@ -174,6 +184,8 @@ class Selection:
         fields: dict[str, Any] = {
             name: value.plain() if isinstance(value, Untyped | UntypedInt) else value for name, value in given.items()
         }
+        if fields["pp_degree"] is None:
+            del fields["pp_degree"]
         found = Setup(**_accumulated(fields, batch=not isinstance(self.batch, UntypedInt)))
         return planned_by(found) if self.schedule in BY_BLOCKS else found
 
@@ -185,6 +197,9 @@ class Selection:
                 f"`tp` {self.tp}: tensor parallelism is not simulated yet: leave it out, or set `tp` 1; `cp` ranks "
                 f"share a sequence"
             )
+        for option, key in _PIPELINES.items():
+            if (value := given.pop(option)) is not None:
+                given["set"] = _with(given["set"], option, key, value)
         counts = {name: _count(name, given[name]) for name in COUNTS}
         return given | counts | {"schedule": self.schedule and typed_schedule(self.schedule)}
 
@@ -227,12 +242,18 @@ def _accumulated(given: dict[str, Any], *, batch: bool) -> dict[str, Any]:
     if count is None:
         return fields
     at_least_one("accumulate", count)
-    set_ = tuple(fields["set"])
-    for text in set_:
-        if text.partition("=")[0].strip() == _MICRO_BATCHES:
-            raise InputError(f"`accumulate` {count}, and `set` {text}: they say the same; leave out one of them")
     told = batch or fields["global_batch"] is not None
-    return fields | {"set": (*set_, f"{_MICRO_BATCHES}={count}")} | ({} if told else {"batch": count})
+    return (
+        fields | {"set": _with(fields["set"], "accumulate", _MICRO_BATCHES, count)} | ({} if told else {"batch": count})
+    )
+
+
+def _with(set_: tuple[str, ...], option: str, key: str, value: object) -> tuple[str, ...]:
+    """Return what is set with a key that an option of its own says; raises InputError where it is set, too."""
+    for text in set_:
+        if text.partition("=")[0].strip() == key:
+            raise InputError(f"`{option}` {value}, and `set` {text}: they say the same; leave out one of them")
+    return *set_, f"{key}={value}"
 
 
 def require_names(lists: Mapping[str, Sequence[str]]) -> None:

@@ -155,6 +155,11 @@ def report_table(predicted: Prediction) -> Table:
         table.add_row("peak host memory", size(report.peak_host_bytes))
     table.add_row("fits", fits(report))
     table.add_row(f"critical rank {report.critical_rank}", parts_line(report.breakdown))
+    if report.stages:
+        shares = ", ".join(f"{100 * stage.bubbles:.3g}" for stage in report.stages)
+        peaks = ", ".join(size(stage.peak_hbm_bytes) for stage in report.stages)
+        table.add_row("bubbles, by stage", f"{shares} % of the step")
+        table.add_row("peak allocated, by stage", peaks)
     table.add_row("bound by", report.bound_by)
     if report.saves:
         saved = ", ".join(f"{name} {100 * share:.2g} %" for name, share in report.saves.items())

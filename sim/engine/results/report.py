@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from sim.accounts.breakdown import PartName, breakdown, critical_rank
+from sim.accounts.bubbles import Stage, stages_of
 from sim.accounts.memory import MemoryWalk, walks
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.interval import Interval, interval
@@ -93,6 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The memory of a training step by its terms, and its limits; None, and not in JSON, below that scope."""
     training: Training | None = None
     """Of a training step, too."""
+    stages: tuple[Stage, ...] = ()
+    """Of a pipeline, in the order of the model."""
 
     @property
     def verdict(self) -> Verdict:
@@ -141,6 +144,7 @@ def report(
         schedule_hash=trace.schedule_hash if with_hash else "",
         evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
         room=room,
+        stages=stages_of(trace, walked, checked.schedule.header.mesh),
         training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
     )
 

@@ -96,6 +96,13 @@ def test_fit_has_a_row_for_each_place(capsys: pytest.CaptureFixture[str]) -> Non
         (("--tp", "2"), "--tp 2: tensor parallelism is not simulated yet"),
         (("--cp", "4", "--gpus", "6"), "--cp 4 does not divide 6 GPUs: set --gpus 4 or 8"),
         (("--cp", "4", "--gpus", "8", "--dp-degree", "1"), "--gpus 8 is not --cp 4 x --dp-degree 1: set --gpus 4"),
+        (
+            ("--cp", "4", "--pp-degree", "2", "--gpus", "12"),
+            "--cp 4 x --pp-degree 2 does not divide 12 GPUs: set --gpus",
+        ),
+        (("--pp-degree", "3", "--gpus", "8"), "--gpus 8 is not --pp-degree 3, or a multiple of 3"),
+        (("--pp-degree", "0"), "--pp-degree 0"),
+        (("--pipeline", "1f1b", "--set", "schedule.pipeline_schedule=gpipe"), "--pipeline 1f1b, and --set schedule"),
         (("--cp", "4", "--ring-degree", "2"), "--cp 4 is not --ring-degree 2 of schedule 'ring'"),
         (("--cp", "2", "--schedule", "single"), "--cp 2: schedule 'single' splits no sequence"),
         (("--accumulate", "0"), "--accumulate 0: expected a whole number of 1 or more"),
@@ -142,6 +149,10 @@ def test_what_a_sweep_varies_is_named_once(capsys: pytest.CaptureFixture[str]) -
         ({"cp": 8, "schedule": "usp", "ulysses_degree": 2}, "U 2 R 4"),
         ({"cp": 1, "schedule": "single", "gpus": 4}, "DP 4"),
         ({"cp": 8, "schedule": "ulysses", "gpus": 16}, "U 8 DP 2"),
+        ({"pp_degree": 2}, "R 4 PP 2"),
+        ({"pp_degree": 16, "schedule": "single"}, "PP 16"),
+        ({"pp_degree": 4, "schedule": "single", "gpus": 8, "dp_degree": 2}, "PP 4 DP 2"),
+        ({"cp": 4, "pp_degree": 2, "gpus": 16}, "R 4 PP 2 DP 2"),
     ],
 )
 def test_cp_is_degrees_and_replicas(fields: dict[str, object], named: str) -> None:

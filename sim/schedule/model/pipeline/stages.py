@@ -22,6 +22,11 @@ from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, Workload
 
+FORWARD, BACK = (("forward 0", "forward 1"), ("back 0", "back 1"))
+"""The communicators between chunks: of borders that follow each other each has its own, so that what a rank receives
+never waits for what it sends."""
+LINKS = frozenset((*FORWARD, *BACK))
+
 
 class Stages:
     """Chunks of a model's layers on the axis pp of a mesh: the model cut into as many as stages have together.
@@ -47,14 +52,9 @@ class Stages:
 
     @cached_property
     def links(self) -> tuple[Communicator, ...]:
-        """The communicators between chunks, forward and back: of borders that follow each other each has its own, so
-        that what a rank receives never waits for what it sends.
-        """
-        lines = self._mesh.groups("pp")
-        of_borders = range(min(2, len(self.split) - 1))
-        return tuple(
-            [Communicator(name=f"{way} {at}", groups=lines) for way in ("forward", "back") for at in of_borders]
-        )
+        """The communicators of all borders."""
+        lines, count = self._mesh.groups("pp"), len(self.split) - 1
+        return tuple([Communicator(name=name, groups=lines) for names in (FORWARD, BACK) for name in names[:count]])
 
     def layers(self, number: int) -> range:
         """Return the layers of a chunk."""
@@ -69,6 +69,14 @@ class Stages:
         """Return what a stage does, in order."""
         per_stage = len(self.split) // self._mesh.pp
         return self._pipeline.timetable(stage, self._mesh.pp, self._options.micro_batches, per_stage)
+
+    def layers_in_flight(self, stage: int) -> int:
+        """Return of how many layers a stage keeps what a micro-batch needs backward, at most."""
+        held = most = 0
+        for kind, _, number in self.items(stage):
+            held += self.split[number] * {"F": 1, "BW": -1, "B": -1, "W": 0}[kind]
+            most = max(most, held)
+        return most
 
     def is_last(self, number: int) -> bool:
         """Return whether a chunk is the last one of the model."""
@@ -175,7 +183,7 @@ class Borders:
     def _border(self, before: int, stage: int) -> Border:
         """Return the border behind a chunk, beyond which is a stage."""
         x, at = self._x.later(self._stages.layers(before).stop), before % 2
-        return Border(self._b, self._tokens, x, self._line[stage], f"forward {at}", f"back {at}")
+        return Border(self._b, self._tokens, x, self._line[stage], FORWARD[at], BACK[at])
 
 
 class Border(NamedTuple):

@@ -1,0 +1,61 @@
+"""The bubbles of a pipeline: when a stage has nothing to do until another one hands something on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from sim.accounts.memory import MemoryWalk
+from sim.accounts.trace import Times, Trace
+from sim.schedule.ir.ops import KINDS
+from sim.schedule.model.pipeline.stages import LINKS
+from sim.words.mesh import Mesh
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage of a pipeline."""
+
+    bubbles: float
+    """Share of the step in which its ranks wait for other stages and do nothing else, on average."""
+    peak_hbm_bytes: int
+    """Of its rank that needs most."""
+
+
+def stages_of(trace: Trace, walked: list[MemoryWalk], mesh: Mesh) -> tuple[Stage, ...]:
+    """Return the stages of a pipeline, by the walks of the ranks of a trace; none where there is one."""
+    if mesh.pp == 1:
+        return ()
+    waits, ranks = bubbles_s(trace), list[list[int]]([] for _ in range(mesh.pp))
+    for at, number in enumerate(trace.numbers):
+        ranks[mesh.place(number)["pp"]].append(at)
+    return tuple(
+        Stage(
+            bubbles=float(np.mean(waits[own])) / trace.step_time_s if trace.step_time_s else 0.0,
+            peak_hbm_bytes=max(walked[rank].peak_bytes for rank in own),
+        )
+        for own in ranks
+    )
+
+
+def bubbles_s(trace: Trace) -> Times:
+    """Return the seconds in which each rank waits for other stages, without a kernel, copy or transfer of its own:
+    (ranks,).
+    """
+    ops = trace.ops
+    is_link = np.array([stream in LINKS for stream in ops.streams], bool)
+    works = np.array([KINDS[kind].meta.activity != "synchronisation" for kind in ops.kinds], bool)
+    found = []
+    for first, last in pairwise(ops.starts):
+        own = slice(first, last)
+        posted_s, begun_s, ended_s = trace.posted_s[own], trace.begun_s[own], trace.ended_s[own]
+        waits, busy = is_link[own], works[own]
+        at = np.concatenate([posted_s[waits], begun_s[waits], begun_s[busy], ended_s[busy]])
+        ones, twos = np.ones(waits.sum(), int), np.ones(busy.sum(), int)
+        waiting = np.concatenate([ones, -ones, 0 * twos, 0 * twos])
+        working = np.concatenate([0 * ones, 0 * ones, twos, -twos])
+        order = at.argsort(kind="stable")
+        alone = (np.cumsum(waiting[order]) > 0) & (np.cumsum(working[order]) == 0)
+        found.append(np.sum(np.diff(at[order])[alone[:-1]]))
+    return np.array(found)
