@@ -104,7 +104,8 @@ def build_around(
     alike = mesh.groups("dp", "ring", "ulysses")
     reduces = layers and not step and workload.backward and len(alike[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
-    shards, stages = shards_of(mesh, options) if step else Shards(), Stages(mesh, workload, options)
+    stages = Stages(mesh, workload, options)
+    shards = shards_of(mesh, options, stages.both_ends) if step else Shards()
     header = Header(
         name=plan.name,
         workload=workload,
@@ -212,7 +213,9 @@ class _Ranks:
         borders, (first, last) = stages.borders(b, tokens, x), ends_of(self.workload)
 
         def ends(number: int) -> tuple[Entry, Exit]:
-            head = Loss(b, tokens, params, whole, options.loss, options.modules) if stages.is_last(number) else None
+            alone, head = not stages.is_last(0), None
+            if stages.is_last(number):
+                head = Loss(b, tokens, params, whole, options.loss, options.modules, alone=alone)
             entry = borders.before(number) if number else Embedding(b, tokens, params, whole, head)
             return entry, head or borders.behind(number)
 

@@ -120,10 +120,13 @@ class Loss(_End):
         tiling: Tiling,
         form: LossName,
         modules: ModulesName = "fused",
+        *,
+        alone: bool = False,
     ) -> None:
+        """``alone`` says that the embedding is on another stage."""
         super().__init__(b, tokens, params, tiling)
         first, self._unit = ends_of(b.workload)
-        self._is_embedding = first == self._unit
+        self._hands_over = first == self._unit and not (self._unit.frozen or alone)
         self._head, self._layers = head_of(b.workload.model, modules), b.workload.layers
         self._chunked = form == "chunked"
         self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
@@ -179,7 +182,7 @@ class Loss(_End):
     def backward(self) -> View:
         """See Exit."""
         call = partial(self._b.call, "back from the loss", self._layers)
-        if self._is_embedding and not self._frozen:
+        if self._hands_over:
             dx, self.handed_over = call(self._back_to_last, self._kept, self._weights)
             return dx
         dx, reduced = call(self._back_from_loss, self._kept, self._weights, self._params.room(self._unit))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, assert_never
@@ -13,7 +14,20 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import Box, Content, Piece, Seen, Unclassed, brief, differs, union
+from sim.schedule.proof.contents import (
+    TOKENS,
+    ZERO,
+    Box,
+    Content,
+    Piece,
+    Unclassed,
+    brief,
+    coalesced,
+    differs,
+    replaced,
+    union,
+    volume,
+)
 from sim.schedule.proof.token_rules import behind
 from sim.words.workload import ModelSpec, Workload
 
@@ -29,7 +43,7 @@ class StateRules(NamedTuple):
         if isinstance(op, Unpack):
             return self._unpacked(_only(operands[0]))
         if isinstance(op, Pack):
-            return [[self._packed([_only(pieces) for pieces in operands])]]
+            return [self._packed([_only(pieces) for pieces in operands])]
         if isinstance(op, SquareSum):
             return [self._square(operands[0])]
         if isinstance(op, AdamW):
@@ -49,38 +63,56 @@ class StateRules(NamedTuple):
             raise ScheduleError(f"unpacks {brief(content)}: all elements of a unit's weights are needed")
         return [[_whole(part, self._model, content.layer)] for part in flat.parts]
 
-    def _packed(self, pieces: list[Piece]) -> Piece:
-        """Return a flat gradient of those of a unit's weights, in their order."""
-        layer = pieces[0].content.layer
+    def _packed(self, pieces: list[Piece]) -> list[Piece]:
+        """Return a flat gradient of those of a unit's weights, in their order: one piece, or of a unit that has weights
+        of both ends of the model one for each of these. One stage of a pipeline may have none of the latter, but zeros.
+        """
+        layer = next((piece.content.layer for piece in pieces if piece.content.tensor != ZERO), 0)
         for unit in unit_kinds(self._model):
-            parts = [_whole(part, self._model, layer).content for part in d(unit.flat).parts]
-            if not unit.frozen and parts == [piece.content._replace(seen=()) for piece in pieces]:
+            parts = [_whole(part, self._model, layer) for part in d(unit.flat).parts]
+            same = [_is_of(part, piece, zeros=unit == ROOT) for part, piece in zip(parts, pieces, strict=False)]
+            if not unit.frozen and len(parts) == len(pieces) and all(same):
                 break
         else:
             spelled = ", ".join(brief(piece.content) for piece in pieces)
             raise ScheduleError(
                 f"packs {spelled}: these are not the gradients of a layer, or of an end, in their order"
             )
-        seen, *others = [self._seen(piece.content, twice=unit == ROOT) for piece in pieces]
+        flat = _whole(d(unit.flat), self._model, layer)
+        seen, *others = [piece.content.seen for piece in pieces]
+        if unit == ROOT:
+            return self._in_parts(flat, pieces)
         if any(other != seen for other in others):
             raise ScheduleError("packs gradients that are sums over different tokens")
-        flat = _whole(d(unit.flat), self._model, layer)
-        return flat._replace(content=flat.content._replace(seen=seen))
+        return [flat._replace(content=flat.content._replace(seen=seen))]
 
-    def _seen(self, content: Content, *, twice: bool) -> Seen:
-        """Return the tokens and sequences that a gradient is a sum over, those of a weight at both ends once; raises
-        ScheduleError where one end has others than the other (``TokenRules``).
+    def _in_parts(self, flat: Piece, pieces: list[Piece]) -> list[Piece]:
+        """Return the pieces of a flat gradient, each of which keeps what it is a sum over."""
+        found, stop = [], 0
+        for piece in pieces:
+            start, stop = stop, stop + volume(piece.box)
+            part = flat.clipped(replaced(flat.box, TOKENS, (start, stop)))
+            assert part is not None
+            is_zero = piece.content.tensor == ZERO
+            content = piece.content if is_zero else part.content._replace(seen=piece.content.seen)
+            found.append(part._replace(content=content))
+        return found
+
+    def _complete(self, content: Content) -> bool:
+        """Return whether a flat gradient is one of all tokens: of a weight at both ends of those of each, see
+        ``TokenRules``.
         """
-        if not twice or content.tensor != d(w_embed).name:
-            return content.seen
+        if content.tensor != d(ROOT.flat).name:
+            return self.attention.complete(content)
         if differs(content):
             raise Unclassed
-        later = behind(self.workload.seq)
-        head = tuple([(tokens.moved(-later), batch) for tokens, batch in content.seen if tokens.start >= later])
-        embedding = tuple([box for box in content.seen if box[0].start < later])
-        if head != embedding:
-            raise ScheduleError(f"packs {brief(content)}, to which head and embedding do not add of the same tokens")
-        return embedding
+        of_table, later = math.prod(w_embed.shape(self._model)), behind(self.workload.seq)
+        ends = [content.seen]
+        if content.tokens.start < of_table:
+            head = tuple([(tokens.moved(-later), batch) for tokens, batch in content.seen if tokens.start >= later])
+            ends = [head, tuple([box for box in content.seen if box[0].start < later])]
+        one_weight = content.tokens.stop <= of_table or content.tokens.start >= of_table
+        return one_weight and all(self.attention.complete(content._replace(seen=seen)) for seen in ends)
 
     def _square(self, pieces: list[Piece]) -> list[Piece]:
         """Return the sum of squares of some rows of a flat gradient."""
@@ -88,7 +120,7 @@ class StateRules(NamedTuple):
         for piece in pieces:
             content = piece.content
             unit = _unit(content, self._model)
-            if content.tensor != d(unit.flat).name or not self.attention.complete(content):
+            if content.tensor != d(unit.flat).name or not self._complete(content):
                 raise ScheduleError(f"squares {brief(content)}, which is no flat gradient or not complete yet")
             part = Content(unit.square.name, content.layer, (ONE, ONE, ONE, ONE), ((content.tokens, ONE),))
             square = part if square is None else union(square, part)
@@ -97,15 +129,17 @@ class StateRules(NamedTuple):
 
     def _updated(self, operands: list[list[Piece]]) -> list[list[Piece]]:
         """Return weights and moments after a step of the optimiser."""
-        *states, squares = operands
-        weights, gradient, first, second = (_only(pieces) for pieces in states)
+        own, gradients, *moments, squares = operands
+        weights, first, second = (_only(pieces) for pieces in (own, *moments))
+        gradient = _joined(gradients)
         unit = _unit(weights.content, self._model)
         named = (unit.flat, d(unit.flat), *unit.moments)
         for tensor, piece in zip(named, (weights, gradient, first, second), strict=True):
             if piece.content[:3] != (tensor.name, *weights.content[1:3]):
                 raise ScheduleError(f"updates {brief(weights.content)} with {brief(piece.content)}")
-        if not self.attention.complete(gradient.content):
-            raise ScheduleError(f"updates with {brief(gradient.content)}, which is not complete yet")
+        for piece in gradients:
+            if not self._complete(piece.content):
+                raise ScheduleError(f"updates with {brief(piece.content)}, which is not complete yet")
         if any(differs(piece.content) for piece in squares):
             raise Unclassed
         _check_norm(self.workload, tuple([piece.content for piece in squares]))
@@ -120,7 +154,8 @@ class StateRules(NamedTuple):
         """
         weights, *moments = self._updated(operands)
         working = updated(_unit(_only(operands[0]).content, self._model).working).name
-        scaled = _named(_only(operands[1]), f"scaled {_only(operands[1]).content.tensor}")
+        gradient = _joined(operands[1])
+        scaled = _named(gradient, f"scaled {gradient.content.tensor}")
         return [weights, [scaled], *moments, [_named(_only(weights), working)]]
 
 
@@ -161,6 +196,18 @@ def _only(pieces: Sequence[Piece]) -> Piece:
     if len(pieces) > 1:
         raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)} where one tensor is needed")
     return pieces[0]
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    """Return a gradient as one piece, whatever its parts are sums over."""
+    return _only(coalesced([piece._replace(content=piece.content._replace(seen=())) for piece in pieces]))
+
+
+def _is_of(part: Piece, given: Piece, *, zeros: bool) -> bool:
+    """Return whether a gradient is that of a weight, or may be zeros in its place."""
+    if given.content.tensor == ZERO:
+        return zeros and given.box == part.box
+    return given.content._replace(seen=()) == part.content
 
 
 def _named(piece: Piece, tensor: str) -> Piece:

@@ -14,7 +14,7 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.accounts.memory import walk
 from sim.base.errors import InputError
-from sim.schedule.ir.ops import Exchange, Op
+from sim.schedule.ir.ops import Exchange, Op, SquareSum
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import NAMED, SCHEDULES
 from sim.schedule.model.pipeline.timetables import (
@@ -25,6 +25,7 @@ from sim.schedule.model.pipeline.timetables import (
     one_f_one_b,
     zero_bubble,
 )
+from sim.schedule.model.scope import trained, updated
 from sim.schedule.model.step import Item, Timetable
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
@@ -42,13 +43,14 @@ class Case(NamedTuple):
     mesh: Mesh
     options: dict[str, Any] = {}  # noqa: RUF012 - never written to
     schedule: str = "ring"
+    model: dict[str, Any] = {}  # noqa: RUF012 - never written to
 
     def build(self, micros: int = 4) -> Schedule:
         split = [int(number) for number in self.layers.split(",")]
         given: dict[str, Any] = {"zero_stage": 0, "checkpoint": "none", "micro_batches": micros}
         given |= {"pipeline_schedule": self.pipeline, "pipeline_layers": self.layers}
         given |= {"pipeline_chunks": len(split) // self.mesh.pp, **self.options}
-        model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
+        model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40, **self.model)
         workload = Workload(model=model, seq=16, batch=micros, dtype="fp64", scope="step", layers=sum(split))
         entry = NAMED[self.schedule if self.mesh.size > self.mesh.pp else "single"]
         return entry.schedule(workload, self.mesh, dataclasses.replace(entry.options, **given))
@@ -85,6 +87,24 @@ CASES = {
     "replicas, sharded within": Case("zb-h1", "1,1", REPLICAS, {"zero_stage": 3, "shards": "replica"}),
     "replicas, nothing sharded": Case("1f1b", "1,1", REPLICAS),
 }
+TIED, ADAPTERS = {"tied_embeddings": True}, {"lora_rank": 2}
+CASES |= {
+    "both ends one weight": Case("1f1b", "1,1", TWO, model=TIED),
+    "both ends one weight, three stages": Case("zb-h1", "1,1,1", THREE, {"loss": "chunked"}, model=TIED),
+    "both ends one weight, optimiser sharded": Case("1f1b", "1,1", RINGS, {"zero_stage": 1}, model=TIED),
+    "both ends one weight, sums to all": Case("1f1b", "1,1", RINGS, {"zero_stage": 1, "reduce_to": "all"}, model=TIED),
+    "both ends one weight, one sum": Case("1f1b", "1,1", REPLICAS, {"zero_stage": 2, "sync": "last"}, model=TIED),
+    "both ends one weight, sharded": Case("interleaved", "1,1,1,1", RINGS, {"zero_stage": 3}, model=TIED),
+    "both ends one weight, on the host": Case("1f1b", "1,1", RINGS, {"zero_stage": 1, "optimiser": "host"}, model=TIED),
+    "both ends one weight, in place": Case(
+        "gpipe", "1,1", TWO, {"sync": "last", "accumulate": "in-place", "reduce": "fp32"}, model=TIED
+    ),
+    "both ends one weight, within replicas": Case(
+        "1f1b", "1,1", REPLICAS, {"zero_stage": 3, "shards": "replica"}, model=TIED
+    ),
+    "adapters": Case("1f1b", "2,1", RINGS, {"zero_stage": 3}, model=ADAPTERS),
+    "adapters, both ends one weight": Case("1f1b", "2,1", RINGS, {"zero_stage": 1}, model=ADAPTERS | TIED),
+}
 CASES |= {
     f"around {name}": Case("1f1b", "1,1", RINGS if "ring" in NAMED[name].degrees else Mesh(pp=2, ulysses=2),
                            {"zero_stage": 3, **({"checkpoint": "full"} if name in {"upipe", "fpdt"} else {})}, name)
@@ -92,6 +112,7 @@ CASES |= {
 }  # fmt: skip
 CASES["around usp, of both"] = Case("interleaved", "1,1,1,1", Mesh(pp=2, ulysses=2, ring=2), {"zero_stage": 2}, "usp")
 QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble", "1F1B of rings, weights sharded")
+QUICK += ("both ends one weight, optimiser sharded",)
 
 
 @pytest.mark.parametrize("name", by_tier(QUICK, CASES, CASES))
@@ -99,7 +120,8 @@ def test_pipelines_are_proved_and_exact(name: str) -> None:
     """Losses, weights and moments equal those of one process."""
     checked = check(CASES[name].build())
     errors = output_errors(checked, execute_virtual(checked, torch.device("cpu"), 1))
-    assert errors.keys() >= {"new weights parameters", "new embedding parameters", "new first moments of weights"}
+    states = [updated(state).name for unit in trained(checked.schedule.header.workload) for state in unit.states]
+    assert {name.rstrip(" 0123456789") for name in errors} >= {*states}
     assert max(errors.values()) <= BOUNDS["fp64"]
 
 
@@ -145,9 +167,9 @@ def test_activations_of_how_many_micro_batches_are_held() -> None:
     assert growing[2] - growing[1] == growing[1] - growing[0] > 0
 
 
-def changed(change: Callable[[int, Op], Op | None]) -> Schedule:
+def changed(change: Callable[[int, Op], Op | None], name: str = "1F1B") -> Schedule:
     """Return a 1F1B of two stages with other ops, or without some."""
-    schedule = CASES["1F1B"].build()
+    schedule = CASES[name].build()
 
     def program(rank: int) -> Program:
         own = schedule.program(rank)
@@ -168,6 +190,22 @@ def test_a_stage_that_takes_micro_batches_in_another_order(monkeypatch: pytest.M
 
 def test_a_norm_of_one_stage() -> None:
     refuses(changed(lambda _, op: None if op.label == "norm of gradients" else op), "updates by a norm that lacks")
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [("reduce root of both ends", "squares droot .*, which is no flat gradient or not complete yet"),
+     ("no dnorm", "norm")],
+)  # fmt: skip
+def test_gradients_of_one_end_alone(label: str, said: str) -> None:
+    """Each stage would update by what it has of the weight that is at both ends."""
+    refuses(changed(lambda _, op: None if op.label == label else op, "both ends one weight"), said)
+
+
+def test_one_stage_squares_what_is_at_both_ends() -> None:
+    schedule = CASES["both ends one weight"].build()
+    labels = [[op.label for op in schedule.program(rank).ops if isinstance(op, SquareSum)] for rank in (0, 1)]
+    assert labels == [["square weights 0", "square root 0"], ["square weights 1"]]
 
 
 def test_a_message_that_is_lost() -> None:
@@ -217,10 +255,7 @@ def test_what_is_no_pipeline(mesh: Mesh, options: dict[str, Any], said: str) -> 
         NAMED["single"].schedule(workload, mesh, given)
 
 
-def test_pipelines_are_of_training_steps_and_of_weights_of_one_end() -> None:
+def test_pipelines_are_of_training_steps() -> None:
     layer = Workload(model=make_model(4, 2), seq=16, scope="layer", layers=2)
     with pytest.raises(InputError, match="`pp_degree` 2: pipelines are of training steps; set `scope` step"):
         NAMED["single"].schedule(layer, TWO)
-    tied = msgspec.structs.replace(make_model(4, 2), tied_embeddings=True)
-    with pytest.raises(InputError, match="`pp_degree` 2: an embedding that is the head"):
-        NAMED["single"].schedule(Workload(model=tied, seq=16, scope="step", layers=2), TWO)

@@ -60,10 +60,11 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
         "micro_batches": 4 if pipeline == "interleaved" else 3,
     }
     mesh = Mesh(pp=stages, ring=draw.choice((1, 1, 2)))
-    model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40)
+    tied = draw.random() < 0.3
+    model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40, tied_embeddings=tied)
     workload = Workload(
         model=model, seq=16, batch=chosen["micro_batches"], dtype="fp64", scope="step", layers=sum(map(int, split))
     )
     entry = NAMED["ring" if mesh.ring > 1 else "single"]
     options = dataclasses.replace(entry.options, checkpoint="none", **chosen)
-    return f"pp {stages}, ring {mesh.ring}, {chosen}", check(entry.schedule(workload, mesh, options))
+    return f"pp {stages}, ring {mesh.ring}, tied {tied}, {chosen}", check(entry.schedule(workload, mesh, options))

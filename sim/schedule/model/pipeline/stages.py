@@ -39,6 +39,7 @@ class Stages:
         take.
         """
         self._mesh, self._options = mesh, options
+        self._tied = workload.model.tied_embeddings and not workload.model.is_frozen
         self._pipeline = _pipeline(mesh, workload, options)
         per_stage = self._pipeline.chunks or options.pipeline_chunks
         self.split = _split(options.pipeline_layers, workload.layers, mesh.pp, per_stage)
@@ -55,6 +56,17 @@ class Stages:
         """The communicators of all borders."""
         lines, count = self._mesh.groups("pp"), len(self.split) - 1
         return tuple([Communicator(name=name, groups=lines) for names in (FORWARD, BACK) for name in names[:count]])
+
+    @property
+    def both_ends(self) -> Communicator | None:
+        """What sums gradients of weights that are at both ends of the model (megatron-core 0.16.1
+        distributed/finalize_model_grads.py, _allreduce_embedding_grads); None where no stages share any.
+        """
+        if self._mesh.pp == 1 or not self._tied:
+            return None
+        ends = [self.stage_of(0), self.stage_of(len(self.split) - 1)]
+        groups = tuple([tuple([line[stage] for stage in ends]) for line in self._mesh.groups("pp")])
+        return Communicator(name="both ends", groups=groups)
 
     def layers(self, number: int) -> range:
         """Return the layers of a chunk."""
@@ -120,10 +132,10 @@ def _pipeline(mesh: Mesh, workload: Workload, options: LayerOptions) -> Pipeline
         )
     if mesh.pp > 1 and workload.scope != "step":
         raise InputError(f"`pp_degree` {mesh.pp}: pipelines are of training steps; set `scope` step")
-    if mesh.pp > 1 and workload.model.tied_embeddings:
+    if mesh.pp > 1 and workload.model.tied_embeddings and found.stage_of(0, mesh.pp) == found.last_stage(mesh.pp):
         raise InputError(
-            f"`pp_degree` {mesh.pp}: an embedding that is the head, too, is not split over stages yet: `set` "
-            f"model.tied_embeddings=false, or `pp_degree` 1"
+            f"`set` schedule.pipeline_schedule={name} has both ends of a model on one stage, which is not played of an "
+            f"embedding that is the head, too: choose another one, or `set` model.tied_embeddings=false"
         )
     if mesh.pp == 1 and (options.pipeline_chunks > 1 or options.pipeline_layers):
         raise InputError(

@@ -80,6 +80,10 @@ class Pipeline(NamedTuple):
     rounds: bool = False
     """Whether micro-batches go in rounds of as many as there are stages, and so have to divide by these."""
 
+    def last_stage(self, stages: int) -> int:
+        """Return which stage the last chunk is on."""
+        return self.stage_of((self.chunks or 1) * stages - 1, stages)
+
 
 PIPELINES: dict[str, Pipeline] = {
     "1f1b": Pipeline(one_f_one_b, "arXiv:2104.04473 §2.2.1"),

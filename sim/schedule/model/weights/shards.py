@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sim.schedule.ir.program import Communicator
-from sim.schedule.model.scope import ADAPTERS, LAYER, trained, units, updated
+from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, trained, units, updated
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
@@ -24,6 +24,12 @@ class Shards(NamedTuple):
     """Those that have the same shards in all replicas, where each replica has shards of all."""
     norm: Communicator | None = None
     """Sums squares of gradients: all that own different ones, of shards or of stages of a model."""
+    ends: Communicator | None = None
+    """Sums gradients of weights that are at both ends of a model, where these are on two stages."""
+
+    def has_both_ends(self, unit: Unit) -> bool:
+        """Return whether a unit is on two stages, which sum its gradients."""
+        return self.ends is not None and unit.name == ROOT.name
 
     @property
     def declared(self) -> tuple[Communicator, ...]:
@@ -31,8 +37,10 @@ class Shards(NamedTuple):
         return tuple(dict.fromkeys(filter(None, self)))
 
 
-def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
-    """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas."""
+def shards_of(mesh: Mesh, options: LayerOptions, ends: Communicator | None = None) -> Shards:
+    """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas;
+    ``ends`` as of Shards.
+    """
     hybrid = options.shards == "replica"
     across = mesh.groups("dp")
     axes: tuple[Axis, ...] = ("ring", "ulysses") if hybrid else ("dp", "ring", "ulysses")
@@ -45,6 +53,7 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
         gradients=(weights if shared else gradients) if several else None,
         across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
         norm=_norm(mesh, weights, squares),
+        ends=ends,
     )
 
 
@@ -79,6 +88,7 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     for unit in units(workload):
         (size,) = unit.flat.shape(workload.model)
         size = part_of(size, ranks) * ranks if stage else size
+        size *= 2 if unit.name == ROOT.name and mesh.pp > 1 else 1  # stages that have it
         total += 0 if unit.frozen else size
         if stage == 3 or (stage and not unit.frozen):
             gathered += gathers * size * (2 if stage == 3 and unit.name in {LAYER, ADAPTERS} else 1)
@@ -87,7 +97,19 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     squared = mesh.pp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
-    return groups * (ranks - 1) * (gathered * own + summed) + across + squares
+    return groups * (ranks - 1) * (gathered * own + summed) + across + squares + _of_ends(workload, mesh, options)
+
+
+def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
+    """Return what two stages send to sum gradients of weights that both have: 2 bytes of each byte that a rank owns."""
+    roots = [unit for unit in trained(workload) if unit.name == ROOT.name]
+    if mesh.pp == 1 or not roots:
+        return 0
+    (size,) = roots[0].flat.shape(workload.model)
+    of_stage = mesh.size // mesh.pp
+    copies = of_stage if not _squares_parts(options) else mesh.dp if options.shards == "replica" else 1
+    narrow = options.reduce == "model" and options.micro_batches == 1
+    return 2 * copies * size * DTYPE_BYTES[workload.dtype if narrow else accumulation_dtype(workload.dtype)]
 
 
 def part_of(size: int, parts: int) -> int:

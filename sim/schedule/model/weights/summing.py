@@ -97,6 +97,12 @@ class Summing:
         """Return a new buffer for all of a unit's gradient, padding included."""
         return self._b.new(self._gradient(unit), self._owned.each(unit.flat) * self._owned.num_parts)
 
+    def _none_of(self, weight: Tensor) -> View:
+        """Return the gradient of a weight that has none on this stage: one of the other end of the model."""
+        view = self._b.new(d(weight), weight.shape(self._b.workload.model)[0])
+        self._b.add(Zero(label=f"no {d(weight).name}", into=view))
+        return view
+
     def _zeros(self, unit: Unit) -> View:
         flat = self._whole_gradient(unit)
         self._b.add(Zero(label=f"zero gradients of {unit.name}", into=flat))
@@ -112,7 +118,7 @@ class Summing:
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
-        gradients = tuple([made[d(weight)] for weight in unit.weights])
+        gradients = tuple([made.get(d(weight)) or self._none_of(weight) for weight in unit.weights])
         if self._in_place:
             flat, *buckets = room
             label, into = f"add gradients of {unit.name}", flat[:size]
@@ -212,8 +218,11 @@ class Summing:
 
     def _finish(self, unit: Unit) -> None:
         """Append what makes of a unit's summed gradient what the optimiser takes, and brings it to where that is."""
-        b, weights = self._b, self._owned.states(unit)[0]
+        b, weights, shards = self._b, self._owned.states(unit)[0], self._owned.shards
         (size,), summed = unit.flat.shape(b.workload.model), self._summed[unit]
+        if shards.ends and shards.has_both_ends(unit):
+            both = View(summed.buffer, ((0, size),)) if self._to_all else summed
+            b.add(AllReduce(label=f"reduce {unit.name} of both ends", communicator=shards.ends.name, view=both))
         gradient = self._cast(summed, dtype_of(weights, b.workload.dtype))
         self._squared[unit] = View(summed.buffer, ((0, size),)) if self._to_all else gradient
         if self._owned.on_host:
@@ -266,7 +275,7 @@ class Summing:
         """A place for each unit of the model; zero for those of other stages, until all stages' are summed."""
         count = len(trained(self._b.workload))
         squares = self._b.buffer("squares of gradients", "i", (count,), self._b.sum_dtype, "optimiser")
-        if count > len(self._owned.trained):
+        if count > sum(map(self._squares_it, self._owned.trained)):
             self._b.add(Zero(label="norm of other stages", into=squares))
         return squares
 
@@ -274,6 +283,13 @@ class Summing:
         """Append the sum of squares of what this rank owns of a gradient, or of all of it where it has that; in the
         order in which a backward pass makes them.
         """
+        if not self._squares_it(unit):
+            return
         number = trained(self._b.workload)[::-1].index(unit)
         square = self._squares[number : number + 1]
         self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=self._squared[unit], square=square))
+
+    def _squares_it(self, unit: Unit) -> bool:
+        """Return whether this rank adds the squares of a unit: of one on two stages the first one does."""
+        shards = self._owned.shards
+        return not (shards.ends and shards.has_both_ends(unit) and shards.ends.position(self._b.rank))
