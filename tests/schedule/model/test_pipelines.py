@@ -62,6 +62,7 @@ CASES = {
     "1F1B": Case("1f1b", "2,1", TWO),
     "1F1B of three stages": Case("1f1b", "1,1,1", THREE),
     "1F1B, the head alone": Case("1f1b", "1,0", TWO),
+    "1F1B, a stage without weights": Case("1f1b", "2,0,0", Mesh(pp=3, dp=2), {"zero_stage": 1, "gather": "all"}),
     "GPipe": Case("gpipe", "1,2", TWO),
     "zero bubble": Case("zb-h1", "2,1", TWO),
     "zero bubble of three stages": Case("zb-h1", "1,1,1", THREE, {"sync": "last"}),

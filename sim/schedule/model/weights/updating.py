@@ -28,7 +28,7 @@ class Updating:
         for unit, gradient in gradients.items():
             update, weights = partial(self._update, unit), whole.get(unit, {}) if at_once else {}
             new[unit] = b.call(f"update {unit.name}", unit.layer, update, gradient, squares, kept[unit], weights)
-        if not at_once:
+        if new and not at_once:
             self._gather_all(new)
 
     def _update(self, unit: Unit, gradient: View, squares: View, kept: Kept, weights: Values) -> View:
