@@ -17,9 +17,9 @@ from sim.base.errors import InputError
 Axis = Literal["pp", "dp", "ring", "ulysses", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 """The usual nesting, outermost first: neighbours share a node, so inner axes use its links."""
-_UNSPLIT: dict[Axis, str] = {"pp": "layers", "tp": "weights"}
+_UNSPLIT: dict[Axis, str] = {"pp": "layers"}
 """What no shipped schedule splits over an axis."""
-_LETTERS: dict[Axis, str] = {"ulysses": "U", "ring": "R", "dp": "DP"}
+_LETTERS: dict[Axis, str] = {"tp": "TP", "ulysses": "U", "ring": "R", "dp": "DP"}
 """Of the axes that shipped schedules split, in the order in which they are named."""
 MOST_RANKS = 2**14
 """That a schedule may have: as many as have trained one model (arXiv:2407.21783 §3.3)."""
@@ -107,17 +107,19 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(tuple([start + rank for rank in inside]) for start in first)
 
     def only(self, schedule: str, *axes: Axis) -> None:
-        """Raise InputError where ranks lie along an axis that a schedule does not take; dp, copies of it, all do."""
+        """Raise InputError where ranks lie along an axis that a schedule does not take. All take dp, copies of it, and
+        tp, shares of the weights of the layers around it.
+        """
         for axis, degree in self.degrees.items():
-            if degree == 1 or axis in {"dp", *axes}:
+            if degree == 1 or axis in {"dp", "tp", *axes}:
                 continue
             if axis in _UNSPLIT:
                 raise InputError(
                     f"{axis} {degree}: no shipped schedule splits {_UNSPLIT[axis]} over ranks yet; set {axis} to 1"
                 )
+            allowed = ", ".join(["dp", "tp", *axes])
             raise InputError(
-                f"{axis} {degree}: schedule {schedule!r} has no such axis: allowed are {', '.join(['dp', *axes])}; set "
-                f"{axis} to 1"
+                f"{axis} {degree}: schedule {schedule!r} has no such axis: allowed are {allowed}; set {axis} to 1"
             )
 
 

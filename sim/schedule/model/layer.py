@@ -16,6 +16,7 @@ import msgspec
 from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
+from sim.schedule.ir.shares import workload_of_share
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
@@ -26,7 +27,8 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter, one_stage
-from sim.schedule.model.tiling import block_in_tiles, whole
+from sim.schedule.model.tensor.group import Group, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Replicated
 from sim.schedule.model.weights.shards import Shards, moved_bytes, rows_later, shards_of
@@ -76,9 +78,10 @@ def build_around(
     """Return the schedule of the workload's scope: attention alone, or layers around it; every data-parallel
     replica does the same as the first, with a batch of its own, and maybe shards.
     """
-    _require_takes(plan, workload, options)
+    _require_takes(plan, workload, mesh, options)
     layers, step = workload.scope != "attention", workload.scope == "step"
-    part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
+    of_share, group = workload_of_share(workload, mesh.tp), group_of(mesh) if layers else None
+    part = msgspec.structs.replace(of_share, batch=workload.batch // options.micro_batches)
     block, *others = [
         block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
         for one, _ in part.kinds()
@@ -107,7 +110,7 @@ def build_around(
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope),
-        communicators=plan.communicators + gradients + shards.declared,
+        communicators=(*plan.communicators, *gradients, *dict.fromkeys((*filter(None, (group,)), *shards.declared))),
         claims=_claims(plan, workload, mesh, options, block),
     )
 
@@ -116,25 +119,30 @@ def build_around(
     def program(rank: int) -> Program:
         """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
         role = mesh.role(rank)
-        later = rows_later(workload, shards, options, role, rank) if across_replicas else None
+        share = share_of(mesh, role, workload.model)
+        later = rows_later(of_share, shards, options, share, role, rank) if across_replicas else None
         own = written(rank) if later is None else of_role(role)
         return own if rank == role else own.of_replica(rank - role, mesh.replica(rank) * workload.batch, later or {})
 
     def written(rank: int) -> Program:
         """Return the program of the one in its place, with the shards of a rank."""
         role = mesh.role(rank)
-        b = ProgramBuilder(role, workload, mesh.dp)
+        b = ProgramBuilder(role, of_share, mesh.dp, share_of(mesh, role, workload.model))
         if not layers:
             b.workload = workload.of_layer(0)
             return attention_program(b, plan.shard(role), plan.attention)
-        tokens, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
-        params = Flat(b, shards, options, rank, units(workload)) if step else Replicated(b, gradients, units(workload))
+        every, kept = plan.shard(role).tokens, saving(b, options.activations, chosen, options.offload_from)
+        tokens, its_group = own_tokens(mesh, role, every, workload), Group(group, every) if group else None
+        tiling: Tiling = its_group.tiling if its_group else whole
+        own = units(of_share)
+        params = Flat(b, shards, options, rank, own) if step else Replicated(b, gradients, own, group)
         kinds = []
-        for number, ((one, _), its) in enumerate(zip(workload.kinds(), (block, *others), strict=True)):
+        for number, ((one, _), its) in enumerate(zip(of_share.kinds(), (block, *others), strict=True)):
             b.workload = one
             keeps = checkpoint(its, options.checkpoint if step else "none")
-            kinds.append(LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, number))
-        b.workload = workload
+            attention = plan.attention(b)
+            kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, its_group))
+        b.workload = of_share
 
         def ends() -> tuple[Entry, Exit]:
             if not step:
@@ -143,7 +151,7 @@ def build_around(
             return Embedding(b, tokens, params, whole, head), head
 
         count, waits = options.micro_batches, options.host_waits == "micro-batch"
-        chunks = {0: Chunk(layers_of(workload), ends)}
+        chunks = {0: Chunk(layers_of(of_share), ends)}
         writer = StepWriter(b, chunks, tuple(kinds), params, count, waits, options.rotary_table)
         return writer.program(one_stage(0, 1, count, 1))
 
@@ -151,9 +159,14 @@ def build_around(
     return Schedule(header, program, replicated=not across_replicas)
 
 
-def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> None:
-    """Raise InputError where an option is of another scope, or does not go with the workload."""
+def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions) -> None:
+    """Raise InputError where an option or a degree is of another scope, or does not go with the workload."""
     layers = workload.scope != "attention"
+    if mesh.tp > 1 and not layers:
+        raise InputError(
+            f"`tp_degree` {mesh.tp} divides the weights of layers, and scope 'attention' has none: set it to 1, or "
+            f"set `scope` layer or step"
+        )
     if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
@@ -175,28 +188,35 @@ def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOption
 
 
 def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block) -> Claims:
-    """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients."""
-    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload, block)
+    """Attention by its paper, in every replica, of each share of the heads; the matrix products of the block; what
+    moves weights and gradients, and tokens between members of a tensor-parallel group.
+    """
+    of_share = workload_of_share(workload, mesh.tp)
+    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(workload, block)
+    written = [*block.forward, block.projections]
+    written += [*block.backward, back(*block.projections)] if workload.backward else []
     if plan.partwise and workload.backward:
         gemms += gemm_flops_again(workload, made_again(block))
     if plan.projects_again and workload.backward:
         gemms += gemm_flops_again(workload, block.projections)
     if step:
         point = checkpoint(block, options.checkpoint)
-        forward = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
+        forward = msgspec.structs.replace(of_share, scope="attention", layers=1, passes="forward")
         passes += [forward] if point.attends else []
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
         projections = block.projections if point.attends else ()
         gemms += gemm_flops_again(workload, (*point.again.before, *projections, *point.again.after))
+        written += [*point.again, projections]
     layers = workload.layers
     flops, sent = (
-        dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
+        mesh.tp * dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
-    wire_bytes = sent + dp * layers * laid_out
+    of_group = sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0
+    wire_bytes = sent + dp * layers * (mesh.tp * laid_out + of_group)
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
-    of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh.size)
+    of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh)
     return Claims(
         attention_flops=flops,
         gemm_flops=dp * gemms,

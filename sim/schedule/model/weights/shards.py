@@ -6,9 +6,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.shares import Share
+from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import ADAPTERS, LAYER, trained, units, updated
-from sim.words.mesh import Mesh
+from sim.schedule.model.tensor.group import group_of
+from sim.schedule.model.weights.params import summed_over_group_bytes
+from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
 
@@ -23,7 +28,9 @@ class Shards(NamedTuple):
     across: Communicator | None = None
     """Those that have the same shards in all replicas, where each replica has shards of all."""
     norm: Communicator | None = None
-    """Sums squares of gradients: all that own different ones, of shards or of stages of a model."""
+    """Sums squares of gradients: all that own different ones, of shards, of shares or of stages of a model."""
+    group: Communicator | None = None
+    """Those that have shares of weights, and own tokens: sums gradients of weights that all of them have whole."""
 
     @property
     def declared(self) -> tuple[Communicator, ...]:
@@ -35,7 +42,8 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
     """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas."""
     hybrid = options.shards == "replica"
     across = mesh.groups("dp")
-    within = mesh.groups("ring", "ulysses") if hybrid else mesh.groups("dp", "ring", "ulysses")
+    axes: tuple[Axis, ...] = ("ring", "ulysses") if hybrid else ("dp", "ring", "ulysses")
+    within = mesh.groups(*axes)
     several, gathers = len(within[0]) > 1, options.zero_stage > 0
     weights, gradients = (Communicator(name=name, groups=within) for name in ("weights", "gradients"))
     shared = gathers and options.weight_communicators == "one"
@@ -43,12 +51,26 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
         within=weights if several and gathers else None,
         gradients=(weights if shared else gradients) if several else None,
         across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
-        norm=weights if several and gathers and options.reduce_to == "owner" else None,
+        norm=_norm(mesh, weights, ("tp", *(axes if _squares_parts(options) else ()))),
+        group=group_of(mesh),
     )
 
 
+def _norm(mesh: Mesh, weights: Communicator, axes: tuple[Axis, ...]) -> Communicator | None:
+    """Return what sums the squares of all that own different gradients: of whole weights by what gathers these."""
+    groups = mesh.groups(*axes)
+    if len(groups[0]) == 1:
+        return None
+    return weights if mesh.tp == 1 else Communicator(name="norm", groups=groups)
+
+
+def _squares_parts(options: LayerOptions) -> bool:
+    """Return whether a rank has squares of its part of gradients only, and not of all."""
+    return options.zero_stage > 0 and options.reduce_to == "owner"
+
+
 def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
-    """Return what is sent of weights and gradients, over all ranks.
+    """Return what is sent of weights and gradients, over all ranks, each of which has its share of the weights.
 
     (P-1) bytes for each byte that P ranks gather or reduce-scatter, twice that if they reduce it to all. Weights of
     layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
@@ -58,21 +80,24 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
     hybrid, stage = options.shards == "replica", options.zero_stage
-    groups, ranks = (mesh.dp, mesh.size // mesh.dp) if hybrid else (1, mesh.size)
+    alike = mesh.size // mesh.tp
+    groups, ranks = (mesh.dp, alike // mesh.dp) if hybrid else (1, alike)
     gathers = options.micro_batches if stage == 3 else 1
     sums = options.micro_batches if stage >= 2 and options.sync == "every" else 1
-    total = gathered = 0
+    total, gathered, share = 0, 0, Share(workload.model, 0, mesh.tp)
     for unit in units(workload):
-        (size,) = unit.flat.shape(workload.model)
+        size = share.size(unit.flat)
         size = part_of(size, ranks) * ranks if stage else size
         total += 0 if unit.frozen else size
         if stage == 3 or (stage and not unit.frozen):
             gathered += gathers * size * (2 if stage == 3 and unit.name in {LAYER, ADAPTERS} else 1)
-    to_owners = stage > 0 and options.reduce_to == "owner"
+    to_owners = _squares_parts(options)
     summed = sums * total * on_wire * (1 if to_owners else 2)
-    squares = 2 * len(trained(workload)) * wide if to_owners else 0
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
-    return groups * (ranks - 1) * (gathered * own + summed + squares) + across
+    squared = mesh.tp * (ranks if to_owners else 1)
+    squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
+    of_group = alike * options.micro_batches * summed_over_group_bytes(workload, mesh.tp)
+    return mesh.tp * (groups * (ranks - 1) * (gathered * own + summed) + across) + squares + of_group
 
 
 def part_of(size: int, parts: int) -> int:
@@ -81,11 +106,11 @@ def part_of(size: int, parts: int) -> int:
 
 
 def rows_later(
-    workload: Workload, shards: Shards, options: LayerOptions, role: int, owner: int
+    workload: Workload, shards: Shards, options: LayerOptions, share: Share, role: int, owner: int
 ) -> dict[str, int] | None:
     """Return by the tensors of ports how many rows later those are that ``owner`` owns than those that ``role`` does;
     None where its program may differ from that of ``role`` in more: where either owns fewer than others, or takes them
-    from where they lie among all.
+    from where they lie among all, or counts others of its share of weights in norms.
     """
     within = shards.within
     if within is None or options.reduce_to == "all" or len(within.group_of(role)) != len(within.group_of(owner)):
@@ -97,9 +122,17 @@ def rows_later(
         each = part_of(size, parts)
         if (max(here, there) + 1) * each > size:
             return None
+        if len({_counted(share, unit.flat, each, at) for at in (here, there)}) > 1:
+            return None
         rows = each * (there - here)
         for tensor in (*unit.states, unit.working):
             for port in (tensor, updated(tensor)):
                 if later.setdefault(port.name, rows) != rows:
                     return None
     return later
+
+
+def _counted(share: Share, flat: Tensor, each: int, at: int) -> tuple[Span, ...]:
+    """Return which of the elements that a rank owns it counts in norms, the first one being 0."""
+    rows = Span(at * each, (at + 1) * each)
+    return tuple([span.moved(-rows.start) for span in share.counted(flat, rows)])
