@@ -11,11 +11,11 @@ leaves its input, B · S/P · E elements, of the sequences of one micro-batch.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import msgspec
 
 from sim.schedule.ir.program import Header
+from sim.schedule.ir.shares import Share
 from sim.schedule.model.scope import units
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, accumulation_dtype
@@ -35,9 +35,9 @@ def footprint(header: Header) -> Footprint:
     workload, options = header.workload, dataclasses.asdict(LayerOptions()) | header.options
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     shards = [one for one in header.communicators if one.name == "weights"]
+    share = Share(workload.model, 0, header.members)
     weights, frozen = (
-        sum(math.prod(unit.flat.shape(workload.model)) for unit in units(workload) if unit.frozen == kept)
-        for kept in (False, True)
+        sum(share.size(unit.flat) for unit in units(workload) if unit.frozen == kept) for kept in (False, True)
     )
     stage, parts = options["zero_stage"], next((len(one.groups[0]) for one in shards), 1)
     states = own if options["optimiser_states"] == "model" else wide

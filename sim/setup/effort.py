@@ -215,7 +215,7 @@ def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, bool]:
     """
     work, options, mesh = asked.workload, asked.options, asked.mesh
     now = sizes_of(asked)
-    even = 2 * mesh.ulysses
+    even = 2 * mesh.ulysses * mesh.tp
     tokens = even * max(1, work.seq // now.chunks // mesh.ring // even)  # of a member of the ring, or a chunk
     if now.chunks > 1:
         tokens = options.chunk

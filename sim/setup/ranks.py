@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from sim.base.errors import InputError
+from sim.schedule.ir.shares import model_of_share
 from sim.schedule.methods.catalog import Entry
 from sim.words.mesh import Mesh
 from sim.words.workload import ModelSpec
@@ -27,9 +28,10 @@ def mesh_of(
     gpus: int | None,
     nodes: int | None,
     dp: int,
+    tp: int = 1,
 ) -> Mesh:
     """Return the mesh of a schedule, which errors call ``name``: the degrees that were given; the GPUs that they leave
-    go to what the schedule splits.
+    go to what the schedule splits, whose heads are those of one of ``tp`` shares.
     """
     given = dict(degrees)
     for axis, degree in given.items():
@@ -40,36 +42,37 @@ def mesh_of(
                 f"`schedule`"
             )
     inside = (given["ulysses"] or 1) * (given["ring"] or 1)
-    product = dp * inside
+    product = dp * tp * inside
     if gpus is None and (not entry.degrees or inside > 1):
         gpus = product
     elif gpus is None and spec.gpu.kind == "cpu":
-        gpus = dp * max(1, host_facts().cores // dp)
+        gpus = dp * tp * max(1, host_facts().cores // (dp * tp))
     elif gpus is None:
         gpus = spec.gpus_meant or spec.gpus_per_node * (nodes or dp * spec.nodes)
-    if given == {"ulysses": None, "ring": None} and gpus % dp == 0 and (entry.degrees or gpus == dp):
-        return msgspec.structs.replace(entry.mesh(gpus // dp, model), dp=dp)
+    if given == {"ulysses": None, "ring": None} and gpus % (dp * tp) == 0 and (entry.degrees or gpus == dp * tp):
+        inner = entry.mesh(gpus // (dp * tp), model_of_share(model, tp))
+        return msgspec.structs.replace(inner, dp=dp, tp=tp)
     rest = next((axis for axis in entry.degrees if given[axis] is None), None)
     if rest and gpus % product == 0:
         given[rest] = gpus // product
-    found = {axis: degree or 1 for axis, degree in given.items()} | {"dp": dp}
+    found = {axis: degree or 1 for axis, degree in given.items()} | {"dp": dp, "tp": tp}
     if math.prod(found.values()) != gpus:
-        named = {**given, "dp": dp if dp > 1 else None}
+        named = {**given, "dp": dp if dp > 1 else None, "tp": tp if tp > 1 else None}
         said = " x ".join(f"`{axis}_degree` {degree}" for axis, degree in named.items() if degree)
         raise InputError(
             f"`gpus` {gpus} is not {said or 'the one rank that this schedule takes'}"
             f"{'' if rest is None else f', or a multiple of {product}'}: set `gpus` {product}, or the degrees"
         )
-    return Mesh(ulysses=found["ulysses"], ring=found["ring"], dp=dp)
+    return Mesh(ulysses=found["ulysses"], ring=found["ring"], dp=dp, tp=tp)
 
 
 def shared_gpus(
-    entry: Entry, spec: ClusterSpec, degrees: Degrees, *, gpus: int | None, nodes: int | None, dp: int
+    entry: Entry, spec: ClusterSpec, degrees: Degrees, *, gpus: int | None, nodes: int | None, dp: int, tp: int = 1
 ) -> tuple[int | None, int]:
     """Return GPUs and replicas: these by the degrees where all say how many ranks share a sequence, and no replicas
     are given.
     """
-    shared = math.prod(degrees[name] or 1 for name in entry.degrees)
+    shared = tp * math.prod(degrees[name] or 1 for name in entry.degrees)
     if dp > 1 or any(degrees[name] is None for name in entry.degrees):
         return gpus, dp
     if gpus is None and nodes is not None:

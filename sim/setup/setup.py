@@ -75,7 +75,11 @@ class Setup:
     ring_degree: int | None = None
     """Ranks that split the sequence."""
     cp: int | None = None
-    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
+    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas, and
+    times ``tp_degree``."""
+    tp_degree: int = 1
+    """Ranks that share out the weights of layers (tensor parallelism): neighbours, which are on one node where that has
+    so many GPUs. Each has some heads and some features of MLPs, and some tokens between."""
     dp_degree: int = ONE_REPLICA
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
     ``cp`` as many as the GPUs make."""
@@ -218,6 +222,7 @@ class Setup:
             return self
         self._require_types()
         cp, entry, name = self.cp, names.entry(self.played), names.schedule_name(self.played)
+        each, times_tp = cp * self.tp_degree, f" x `tp_degree` {self.tp_degree}" if self.tp_degree > 1 else ""
         if cp > 1 and not entry.degrees:
             raise InputError(
                 f"`cp` {cp}: schedule {name!r} splits no sequence: leave it out, or choose another `schedule`"
@@ -232,20 +237,20 @@ class Setup:
             spec = names.changed_cluster(
                 names.cluster_spec(self.cluster), _overrides(self.set)["cluster"], "`set` cluster."
             )
-            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else cp)
-            if gpus % cp:
-                above = -(-gpus // cp) * cp
+            gpus = self.gpus or spec.gpus_meant or (spec.gpus_per_node * self.nodes if self.nodes else each)
+            if gpus % each:
+                above = -(-gpus // each) * each
                 raise InputError(
-                    f"`cp` {cp} does not divide {gpus} GPUs: set `gpus` {f'{above - cp} or ' if above > cp else ''}"
-                    f"{above}, or another `cp`"
+                    f"`cp` {cp}{times_tp} does not divide {gpus} GPUs: set `gpus` "
+                    f"{f'{above - each} or ' if above > each else ''}{above}, or another `cp`"
                 )
-            dp = gpus // cp
-        elif self.gpus not in {None, cp * dp}:
+            dp = gpus // each
+        elif self.gpus not in {None, each * dp}:
             raise InputError(
-                f"`gpus` {self.gpus} is not `cp` {cp} x `dp_degree` {dp}: set `gpus` {cp * dp}, or leave out one of "
-                f"the three"
+                f"`gpus` {self.gpus} is not `cp` {cp}{times_tp} x `dp_degree` {dp}: set `gpus` {each * dp}, or leave "
+                f"out one of them"
             )
-        return self.replace(cp=None, gpus=cp * dp, dp_degree=dp)
+        return self.replace(cp=None, gpus=each * dp, dp_degree=dp)
 
     def spelled_out(self) -> Setup:
         """Return it with its ``global_batch`` as replicas, sequences of each, and micro-batches; itself where it has
@@ -266,7 +271,9 @@ class Setup:
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
         dp = int(self.dp_degree)
-        gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp)
+        gpus, replicas = shared_gpus(
+            entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, tp=self.tp_degree
+        )
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
         each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
@@ -334,7 +341,8 @@ class Setup:
                 continue
             expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
             raise InputError(f"`{name}` {value!r}: expected {expected}")
-        for name in ("layers", "batch", "nodes", "gpus", "ulysses_degree", "ring_degree", "cp", "dp_degree"):
+        degrees = ("ulysses_degree", "ring_degree", "tp_degree", "dp_degree")
+        for name in ("layers", "batch", "nodes", "gpus", "cp", *degrees):
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
 
@@ -345,7 +353,7 @@ class Setup:
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
         """Return what its degrees stand for, on so many GPUs and in so many replicas."""
         name = names.schedule_name(self.played)
-        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp)
+        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp, tp=self.tp_degree)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and
