@@ -91,7 +91,7 @@ class RankPlayer:
         speed: float = 1.0,
     ) -> None:
         self._speed = speed
-        self._ranks, workload, communicators, self._program, self._dependencies = schedule
+        self._ranks, workload, communicators, self._program, self._dependencies, members = schedule
         self._lifetimes = lifetimes(self._program, self._dependencies)
         self._ends = ends_at(self._lifetimes, len(self._program.ops))
         self._device = device
@@ -108,7 +108,7 @@ class RankPlayer:
         updated = {port.view.buffer for port in self._program.outputs}
         self._given = [port for port in self._program.inputs if port.view.buffer not in updated]
         self._updated = [port for port in self._program.inputs if port.view.buffer in updated]
-        self._fill = partial(fill_inputs, workload=workload, advance=lambda: progress(-1, False))
+        self._fill = partial(fill_inputs, workload=workload, members=members, advance=lambda: progress(-1, False))
         self._fill(self._program.inputs, storage=self._storage)
 
     def play(self, *, ahead: bool = False) -> Executed:

@@ -20,6 +20,8 @@ from runtime.execution.tensors import TORCH_DTYPE, Storage
 from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import Span, mask_of
 from sim.schedule.ir.ops import NO_LABEL
+from sim.schedule.ir.shares import Share
+from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import BIASES
 from sim.schedule.model.scope import ADAPTERS, tensor_of, together, trained, units, updated
@@ -84,6 +86,18 @@ def global_state(name: str, layer: int, workload: Workload, device: torch.device
     return torch.cat([part.flatten() for part in parts]) if tensor.parts else parts[0]
 
 
+def flat_share(whole: torch.Tensor, tensor: Tensor, share: Share) -> torch.Tensor:
+    """Return what a member of a tensor-parallel group has of a flat tensor of whole weights, or of an optimiser's state
+    of them: of each its rows and columns, one behind the other.
+    """
+    found, shapes = [], [part.shape(share.model) for part in tensor.parts]
+    for part, shape, values in zip(tensor.parts, shapes, whole.split([math.prod(s) for s in shapes]), strict=True):
+        rows, columns = share.rows(part), share.columns(part)
+        of_rows = values.view(shape)[slice(*rows)]
+        found.append((of_rows if columns is None else of_rows[:, slice(*columns)]).flatten())
+    return torch.cat(found)
+
+
 def _normal(what: str, shape: tuple[int, ...], workload: Workload, device: torch.device) -> torch.Tensor:
     """Return normal numbers in fp32, drawn on the CPU, so that every device has the same, then repeated on one."""
     count = math.prod(shape)
@@ -112,18 +126,27 @@ def _drawn(
     return torch.cat(blocks, dim=1)
 
 
-def shard_of(weight: torch.Tensor, port: Port) -> torch.Tensor:
-    """Return what a port holds of a weight or its gradient."""
+def shard_of(weight: torch.Tensor, port: Port, workload: Workload, members: int) -> torch.Tensor:
+    """Return what a port holds of a weight or its gradient; of a flat tensor some rows of what one of so many members
+    of a tensor-parallel group has of it.
+    """
+    tensor = tensor_of(port.tensor, workload.model)
+    if tensor.parts and members > 1:
+        weight = flat_share(weight, tensor, Share(workload.model, port.heads.start, members))
     parts = [weight[slice(*span)] for span in port.tokens]
     rows = parts[0] if len(parts) == 1 else torch.cat(parts)
     return rows if port.features is None else rows[:, slice(*port.features)]
 
 
 def fill_inputs(
-    ports: Iterable[Port], workload: Workload, storage: Storage, advance: Callable[[], None] = lambda: None
+    ports: Iterable[Port],
+    workload: Workload,
+    storage: Storage,
+    advance: Callable[[], None] = lambda: None,
+    members: int = 1,
 ) -> None:
     """Put into a rank's input ports what they hold of the global tensors; out and lse are computed in fp64. ``advance``
-    is called after every port.
+    is called after every port. ``members`` are those of a tensor-parallel group.
     """
     model, whole = workload.model, Span(0, workload.seq)
     scale, cap = model.attention_scale or None, model.attention_softcap or None
@@ -131,11 +154,10 @@ def fill_inputs(
     for port in ports:
         advance()
         if tensor_of(port.tensor, workload.model).of_weight:
-            first = weights.setdefault((port.name, port.tokens, port.features), port.view)
+            first = weights.setdefault((port.name, port.tokens, port.heads, port.features), port.view)
             if first == port.view:
-                storage.write(first).copy_(
-                    shard_of(global_state(port.tensor, port.layer, workload, storage.device), port)
-                )
+                whole_weight = global_state(port.tensor, port.layer, workload, storage.device)
+                storage.write(first).copy_(shard_of(whole_weight, port, workload, members))
             else:  # that of another rank on this device
                 storage.write(port.view).copy_(storage.read(first))
             continue

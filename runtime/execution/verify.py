@@ -36,22 +36,23 @@ def verifiable(workload: Workload) -> None:
 def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:
     """Return the largest deviation of each output over all ranks, relative to that tensor's largest magnitude."""
     workload = checked.schedule.header.workload
-    sequences = workload.batch * checked.schedule.header.mesh.dp
+    header = checked.schedule.header
+    sequences, members = workload.batch * header.mesh.dp, header.members
     exact = reference(msgspec.structs.replace(workload, batch=sequences))
     worst: dict[str, float] = {}
     for program, held in zip(checked.schedule.programs, outputs, strict=True):
         for port, tensor in zip(program.outputs, held, strict=True):
             whole = exact[port.tensor, port.layer]
-            value, part = _real(tensor, port, workload), _part(whole, port, workload)
+            value, part = _real(tensor, port, workload), _part(whole, port, workload, members)
             error = relative_error(value, part, whole) if part.numel() else 0.0
             worst[port.name] = max(worst.get(port.name, 0.0), error)
     return worst
 
 
-def _part(whole: torch.Tensor, port: Port, workload: Workload) -> torch.Tensor:
+def _part(whole: torch.Tensor, port: Port, workload: Workload, members: int) -> torch.Tensor:
     """Return what a port holds of a global tensor, without padding."""
     if tensor_of(port.tensor, workload.model).of_weight:
-        return shard_of(whole, port)
+        return shard_of(whole, port, workload, members)
     whole = whole[port.batch.start : port.batch.stop]
     tokens = torch.cat([torch.arange(*span) for span in port.tokens])
     tokens, heads = tokens[tokens < workload.real_seq], torch.arange(*port.heads)

@@ -94,7 +94,8 @@ class _VirtualCluster:
         self._device = device
         self._missing = {key: len(found) for key, found in checked.matching.transfers_of.items()}
         for program, storage in zip(self._programs, self._storage, strict=True):
-            fill_inputs(program.inputs, checked.schedule.header.workload, storage)
+            header = checked.schedule.header
+            fill_inputs(program.inputs, header.workload, storage, members=header.members)
             last: dict[str, int] = {}
             for index, op in enumerate(program.ops):
                 before = set(checked.dependencies[program.rank].data[index])

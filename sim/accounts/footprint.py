@@ -11,11 +11,11 @@ leaves its input, B · S/P · E elements, of the sequences of one micro-batch.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import msgspec
 
 from sim.schedule.ir.program import Header
+from sim.schedule.ir.shares import Share
 from sim.schedule.model.pipeline.stages import Stages
 from sim.schedule.model.scope import units
 from sim.words.options import LayerOptions
@@ -36,13 +36,10 @@ def footprint(header: Header) -> Footprint:
     workload, options = header.workload, _options(header)
     stages, mesh = Stages(header.mesh, workload, options), header.mesh
     shards = next((len(one.groups[0]) for one in header.communicators if one.name == "weights"), 1)
-    held = []
+    held, share = [], Share(workload.model, 0, header.members)
     for stage in range(mesh.pp):
         own = [unit for unit in units(workload) if stages.owns(stage, unit)]
-        weights, frozen = (
-            sum(math.prod(unit.flat.shape(workload.model)) for unit in own if unit.frozen == kept)
-            for kept in (False, True)
-        )
+        weights, frozen = (sum(share.size(unit.flat) for unit in own if unit.frozen == kept) for kept in (False, True))
         held.append(_states_bytes(workload, options, shards, weights, frozen))
     sequences = workload.batch // options.micro_batches
     tokens = sequences * workload.seq // (mesh.size // mesh.dp // mesh.pp)

@@ -68,7 +68,11 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
     if schedule := given.pop("schedule", None):
         alone = not names.entry(schedule).degrees
         gpus = setup.gpus or num_gpus(setup)
-        changes = {"schedule": schedule, "gpus": gpus, "dp_degree": gpus if alone else setup.dp_degree}
+        changes = {
+            "schedule": schedule,
+            "gpus": gpus,
+            "dp_degree": gpus // setup.tp_degree if alone else setup.dp_degree,
+        }
         changes |= {"ulysses_degree": None, "ring_degree": None} | ({"cp": None} if alone else {})
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})
 

@@ -118,8 +118,9 @@ class Configuration:
         """The schedule with what was chosen of it: degrees where there are two, options that are not the default, and
         how often key/value heads are replicated.
         """
-        mesh, kv_heads = self.mesh, self.workload.model.num_kv_heads
-        said = []
+        mesh = self.mesh
+        kv_heads = max(1, self.workload.model.num_kv_heads // mesh.tp)
+        said = [f"TP {mesh.tp}"] if mesh.tp > 1 else []
         if mesh.ulysses > 1 and mesh.ring > 1:
             said.append(f"U {mesh.ulysses} x R {mesh.ring}")
         if mesh.pp > 1:

@@ -219,7 +219,7 @@ def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, bool]:
     if asked.mesh.pp > 1:
         options = dataclasses.replace(options, pipeline_schedule="1f1b", pipeline_chunks=1, pipeline_layers="")
     now = sizes_of(asked)
-    even = 2 * mesh.ulysses
+    even = 2 * mesh.ulysses * mesh.tp
     tokens = even * max(1, work.seq // now.chunks // mesh.ring // even)  # of a member of the ring, or a chunk
     if now.chunks > 1:
         tokens = options.chunk

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from sim.base.errors import InputError
+from sim.schedule.ir.shares import model_of_share
 from sim.schedule.methods.catalog import Entry
 from sim.words.mesh import Mesh
 from sim.words.workload import ModelSpec
@@ -28,11 +29,12 @@ def mesh_of(
     nodes: int | None,
     dp: int,
     pp: int = 1,
+    tp: int = 1,
 ) -> Mesh:
     """Return the mesh of a schedule, which errors call ``name``: the degrees that were given; the GPUs that they leave
-    go to what the schedule splits.
+    go to what the schedule splits, whose heads are those of one of ``tp`` shares.
     """
-    outside = dp * pp
+    outside = dp * pp * tp
     given = dict(degrees)
     for axis, degree in given.items():
         if (degree or 1) > 1 and axis not in entry.degrees:
@@ -51,28 +53,36 @@ def mesh_of(
         gpus = spec.gpus_meant or spec.gpus_per_node * (nodes or dp * spec.nodes)
         gpus = max(gpus, outside)
     if given == {"ulysses": None, "ring": None} and gpus % outside == 0 and (entry.degrees or gpus == outside):
-        return msgspec.structs.replace(entry.mesh(gpus // outside, model), dp=dp, pp=pp)
+        return msgspec.structs.replace(entry.mesh(gpus // outside, model_of_share(model, tp)), dp=dp, pp=pp, tp=tp)
     rest = next((axis for axis in entry.degrees if given[axis] is None), None)
     if rest and gpus % product == 0:
         given[rest] = gpus // product
-    found = {axis: degree or 1 for axis, degree in given.items()} | {"dp": dp, "pp": pp}
+    found = {axis: degree or 1 for axis, degree in given.items()} | {"dp": dp, "pp": pp, "tp": tp}
     if math.prod(found.values()) != gpus:
-        named = {**given, "dp": dp if dp > 1 else None, "pp": pp if pp > 1 else None}
+        named = given | {axis: degree for axis, degree in (("dp", dp), ("pp", pp), ("tp", tp)) if degree > 1}
         said = " x ".join(f"`{axis}_degree` {degree}" for axis, degree in named.items() if degree)
         raise InputError(
             f"`gpus` {gpus} is not {said or 'the one rank that this schedule takes'}"
             f"{'' if rest is None else f', or a multiple of {product}'}: set `gpus` {product}, or the degrees"
         )
-    return Mesh(ulysses=found["ulysses"], ring=found["ring"], dp=dp, pp=pp)
+    return Mesh(ulysses=found["ulysses"], ring=found["ring"], dp=dp, pp=pp, tp=tp)
 
 
 def shared_gpus(
-    entry: Entry, spec: ClusterSpec, degrees: Degrees, *, gpus: int | None, nodes: int | None, dp: int, pp: int = 1
+    entry: Entry,
+    spec: ClusterSpec,
+    degrees: Degrees,
+    *,
+    gpus: int | None,
+    nodes: int | None,
+    dp: int,
+    pp: int = 1,
+    tp: int = 1,
 ) -> tuple[int | None, int]:
     """Return GPUs and replicas: these by the degrees where all say how many ranks share a sequence, and no replicas
     are given.
     """
-    shared = pp * math.prod(degrees[name] or 1 for name in entry.degrees)
+    shared = pp * tp * math.prod(degrees[name] or 1 for name in entry.degrees)
     if dp > 1 or any(degrees[name] is None for name in entry.degrees):
         return gpus, dp
     if gpus is None and nodes is not None:

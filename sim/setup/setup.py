@@ -75,7 +75,11 @@ class Setup:
     ring_degree: int | None = None
     """Ranks that split the sequence."""
     cp: int | None = None
-    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
+    """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas, and
+    times ``tp_degree`` and ``pp_degree``."""
+    tp_degree: int = 1
+    """Ranks that share out the weights of layers (tensor parallelism): neighbours, which are on one node where that has
+    so many GPUs. Each has some heads and some features of MLPs, and some tokens between."""
     pp_degree: int = 1
     """Stages of a pipeline, each with some of the layers, in which ``schedule.micro_batches`` follow each other:
     ``schedule.pipeline_schedule`` says in which order, ``schedule.pipeline_layers`` which layers."""
@@ -230,8 +234,9 @@ class Setup:
         inside, all_told = math.prod(told.values()), len(told) == len(said) > 0
         if cp % inside or (all_told and inside != cp):
             raise InputError(f"`cp` {cp} is not {' x '.join(told)} of schedule {name!r}: leave out one of them")
-        dp, whole = self.dp_degree, cp * self.pp_degree
-        named = f"`cp` {cp}" + (f" x `pp_degree` {self.pp_degree}" if self.pp_degree > 1 else "")
+        dp, beside = self.dp_degree, {"tp": self.tp_degree, "pp": self.pp_degree}
+        whole = cp * math.prod(beside.values())
+        named = f"`cp` {cp}" + "".join(f" x `{axis}_degree` {degree}" for axis, degree in beside.items() if degree > 1)
         if isinstance(dp, Untold):
             spec = names.changed_cluster(
                 names.cluster_spec(self.cluster), _overrides(self.set)["cluster"], "`set` cluster."
@@ -247,7 +252,7 @@ class Setup:
         elif self.gpus not in {None, whole * dp}:
             raise InputError(
                 f"`gpus` {self.gpus} is not {named} x `dp_degree` {dp}: set `gpus` {whole * dp}, or leave out one of "
-                f"{'them' if self.pp_degree > 1 else 'the three'}"
+                f"them"
             )
         return self.replace(cp=None, gpus=whole * dp, dp_degree=dp)
 
@@ -270,8 +275,9 @@ class Setup:
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
         dp = int(self.dp_degree)
-        pp = self.pp_degree
-        gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=pp)
+        gpus, replicas = shared_gpus(
+            entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=self.pp_degree, tp=self.tp_degree
+        )
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
         each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
@@ -339,17 +345,8 @@ class Setup:
                 continue
             expected = " or ".join("None" if one is type(None) else one.__name__ for one in takes)
             raise InputError(f"`{name}` {value!r}: expected {expected}")
-        for name in (
-            "layers",
-            "batch",
-            "nodes",
-            "gpus",
-            "ulysses_degree",
-            "ring_degree",
-            "cp",
-            "dp_degree",
-            "pp_degree",
-        ):
+        degrees = ("ulysses_degree", "ring_degree", "tp_degree", "pp_degree", "dp_degree")
+        for name in ("layers", "batch", "nodes", "gpus", "cp", *degrees):
             if (count := getattr(self, name)) is not None:
                 at_least_one(name, count)
 
@@ -360,7 +357,8 @@ class Setup:
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
         """Return what its degrees stand for, on so many GPUs and in so many replicas."""
         name = names.schedule_name(self.played)
-        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp, pp=self.pp_degree)
+        pp, tp = self.pp_degree, self.tp_degree
+        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp, pp=pp, tp=tp)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and

@@ -17,9 +17,7 @@ from sim.base.errors import InputError
 Axis = Literal["pp", "dp", "ring", "ulysses", "tp"]
 AXES: tuple[Axis, ...] = get_args(Axis)
 """The usual nesting, outermost first: neighbours share a node, so inner axes use its links."""
-_UNSPLIT: dict[Axis, str] = {"tp": "weights"}
-"""What no shipped schedule splits over an axis."""
-_LETTERS: dict[Axis, str] = {"ulysses": "U", "ring": "R", "pp": "PP", "dp": "DP"}
+_LETTERS: dict[Axis, str] = {"tp": "TP", "ulysses": "U", "ring": "R", "pp": "PP", "dp": "DP"}
 """Of the axes that shipped schedules split, in the order in which they are named."""
 MOST_RANKS = 2**14
 """That a schedule may have: as many as have trained one model (arXiv:2407.21783 §3.3)."""
@@ -107,19 +105,15 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(tuple([start + rank for rank in inside]) for start in first)
 
     def only(self, schedule: str, *axes: Axis) -> None:
-        """Raise InputError where ranks lie along an axis that a schedule does not take; all take dp, copies of it, and
-        pp, stages of layers around it.
+        """Raise InputError where ranks lie along an axis that a schedule does not take. All take dp, copies of it, tp,
+        shares of the weights of the layers around it, and pp, stages of these layers.
         """
         for axis, degree in self.degrees.items():
-            if degree == 1 or axis in {"pp", "dp", *axes}:
+            if degree == 1 or axis in {"pp", "dp", "tp", *axes}:
                 continue
-            if axis in _UNSPLIT:
-                raise InputError(
-                    f"{axis} {degree}: no shipped schedule splits {_UNSPLIT[axis]} over ranks yet; set {axis} to 1"
-                )
+            allowed = ", ".join(["pp", "dp", "tp", *axes])
             raise InputError(
-                f"{axis} {degree}: schedule {schedule!r} has no such axis: allowed are "
-                f"{', '.join(['pp', 'dp', *axes])}; set {axis} to 1"
+                f"{axis} {degree}: schedule {schedule!r} has no such axis: allowed are {allowed}; set {axis} to 1"
             )
 
 

@@ -48,7 +48,9 @@ def test_axes_that_a_schedule_does_not_take_are_refused(name: str) -> None:
         if axis not in entry.degrees:
             with pytest.raises(InputError, match=f"^{axis} 2: schedule .* allowed are dp.*; set {axis} to 1"):
                 entry.schedule(workload, mesh)
-    with pytest.raises(InputError, match="^tp 2: no shipped schedule splits weights over ranks yet; set tp to 1"):
+    with pytest.raises(
+        InputError, match="^`tp_degree` 2 divides the weights of layers, and scope 'attention' has none"
+    ):
         entry.schedule(workload, Mesh(tp=2))
     with pytest.raises(InputError, match="^pp 4: no shipped schedule splits layers over ranks yet; set pp to 1"):
         entry.schedule(workload, Mesh(pp=4))

@@ -101,9 +101,10 @@ class Selection:
     ring_degree: OptionalInt = None
     """Ranks that split the sequence."""
     cp: OptionalCounts = None
-    """Ranks that share a sequence, however the schedule splits it among them: --gpus are so many times the replicas."""
-    tp: OptionalInt = None
-    """Ranks that share weights: 1, since tensor parallelism is not simulated."""
+    """Ranks that share a sequence, however the schedule splits it among them: --gpus are so many times the replicas,
+    times --tp-degree and --pp-degree."""
+    tp_degree: Annotated[int, tyro.conf.arg(aliases=("--tp",))] = 1
+    """Ranks that share out the weights of layers (tensor parallelism), innermost: of scopes layer and step."""
     pp_degree: OptionalCounts = None
     """Stages of a pipeline, each with some of the layers: --accumulate says how many micro-batches follow each other in
     them."""
@@ -190,13 +191,8 @@ class Selection:
         return planned_by(found) if self.schedule in BY_BLOCKS else found
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields, numbers as such; raises InputError for what is none, and for tensor parallelism."""
+        """Return all fields, numbers as such; raises InputError for what is none."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
-        if given.pop("tp") not in {None, 1}:
-            raise InputError(
-                f"`tp` {self.tp}: tensor parallelism is not simulated yet: leave it out, or set `tp` 1; `cp` ranks "
-                f"share a sequence"
-            )
         for option, key in _PIPELINES.items():
             if (value := given.pop(option)) is not None:
                 given["set"] = _with(given["set"], option, key, value)

@@ -30,8 +30,9 @@ def run_state_kernel(op: StateKernel | HostAdamW, storage: Storage) -> str:
         return f"aten split, {'add_' if op.adds else 'copy_'}"
     if isinstance(op, SquareSum):
         square = storage.write(op.square)
-        square.copy_(square_sum(storage.read(op.gradient), square.dtype))
-        return "aten vector_norm, square"
+        found = square_sum(storage.read(op.gradient), square.dtype)
+        square.add_(found) if op.adds else square.copy_(found)
+        return "aten vector_norm, square" + (", add_" if op.adds else "")
     if isinstance(op, AdamW | HostAdamW):
         weights, gradient, first, second, squares = (storage.read(view) for view in op.reads)
         clip = (ADAM.max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_

@@ -167,6 +167,8 @@ def families(
     that no schedule has, or for one without values.
     """
     _require_options(options)
+    if setup.tp_degree != 1:
+        raise InputError(f"`tp_degree` {setup.tp_degree}: plans do not vary shares of weights yet; set it to 1")
     sequences = _sequences(setup)
     whole = setup.replace(ulysses_degree=None, ring_degree=None, cp=None)
     every = as_ring(whole)

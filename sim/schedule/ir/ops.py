@@ -624,11 +624,12 @@ class Pack(_Kernel, frozen=True, kw_only=True):
 
 
 class SquareSum(_Kernel, frozen=True, kw_only=True):
-    """square (1) = the sum of the squares of a flat gradient's elements."""
+    """square (1) = the sum of the squares of a flat gradient's elements; or square += it."""
 
     meta = Meta("Q", "sum of squares", "other", "square_sum", 2)
     gradient: Annotated[View, In("i")]
-    square: Annotated[View, Out("n", "wide")]
+    square: Annotated[View, Out("n", "wide", read_if="adds")]
+    adds: Literal[True] | msgspec.UnsetType = msgspec.UNSET
 
 
 class AdamW(_Kernel, frozen=True, kw_only=True):

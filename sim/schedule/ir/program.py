@@ -220,6 +220,13 @@ class Header(Data, frozen=True, kw_only=True):
     """Of the method, by name."""
     communicators: tuple[Communicator, ...] = ()
     claims: Claims | None = None
+    shares: int | msgspec.UnsetType = msgspec.UNSET
+    """How many shares of weights there are where the mesh does not say it: of all ranks on one device."""
+
+    @property
+    def members(self) -> int:
+        """How many ranks of each tensor-parallel group have shares of weights."""
+        return self.shares or self.mesh.tp
 
 
 class _Document(Data, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ def build(
     """Return attention over a ring of rings; raises InputError where the inner degree does not divide P."""
     mesh.only("double-ring", "ring")
     size = mesh.ring
-    width = inner_degree(options, size, hints.gpus_per_node)
+    width = inner_degree(options, size, max(1, hints.gpus_per_node // mesh.tp))
     layout = laid_out(options.layout, workload, size, options.sharding)
     nodes = [[ring[first : first + width] for first in range(0, size, width)] for ring in mesh.groups("ring")]
     inner = ring_communicators(tuple(node for ring in nodes for node in ring), options, "inner")

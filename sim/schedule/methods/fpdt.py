@@ -61,7 +61,7 @@ def build(workload: Workload, mesh: Mesh, options: FpdtOptions = FpdtOptions()) 
     LengthError where chunks do not divide the sequence.
     """
     mesh.only("fpdt", "ulysses")
-    check_heads(workload.model, mesh.ulysses)
+    check_heads(workload.model, mesh)
     needs_forward(workload, "FPDT, which keeps its chunks,")
     chunks = _chunks(workload.seq, options.chunk, mesh.ulysses)
     ulysses = Communicator(name="ulysses", groups=mesh.groups("ulysses"))

@@ -36,6 +36,7 @@ def on_one_device(checked: Checked) -> Schedule:
         mesh=Mesh(),
         communicators=(),
         claims=claims and msgspec.structs.replace(claims, wire_bytes=0),
+        shares=schedule.header.members if schedule.header.members > 1 else msgspec.UNSET,
     )
     return Schedule(header, [program].__getitem__)
 

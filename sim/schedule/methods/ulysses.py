@@ -14,6 +14,7 @@ from sim.base.errors import InputError
 from sim.schedule.ir.layout import contiguous, num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.program import Communicator, Schedule
+from sim.schedule.ir.shares import model_of_share
 from sim.schedule.ir.views import View
 from sim.schedule.methods.single import SingleAttention
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -30,7 +31,7 @@ Inside = Callable[[ProgramBuilder, Shard], DistributedAttention]
 def build(workload: Workload, mesh: Mesh, options: TradeOptions = TradeOptions()) -> Schedule:
     """Return Ulysses attention along the axis ulysses; raises InputError where heads do not divide over it."""
     mesh.only("ulysses", "ulysses")
-    check_heads(workload.model, mesh.ulysses)
+    check_heads(workload.model, mesh)
     layout = contiguous(workload.seq, mesh.ulysses)
     ulysses = Communicator(name="ulysses", groups=mesh.groups("ulysses"))
     plan = AttentionPlan(
@@ -108,14 +109,18 @@ def shard_of_heads(model: ModelSpec, size: int, position: int, tokens: Tokens) -
     return Shard(tokens, Span(position * heads, (position + 1) * heads), Span(first, first + kv_heads))
 
 
-def check_heads(model: ModelSpec, degree: int) -> None:
-    """Raise InputError where heads do not divide over ``degree`` ranks, nor key/value heads by replication."""
+def check_heads(whole: ModelSpec, mesh: Mesh) -> None:
+    """Raise InputError where the heads that a rank has of a model do not divide over the axis ulysses, nor key/value
+    heads by replication.
+    """
+    model, degree = model_of_share(whole, mesh.tp), mesh.ulysses
     if not _divides(model, degree):
         allowed = [n for n in range(1, model.num_heads + 1) if _divides(model, n)]
+        of_share = f" on each of {mesh.tp} tensor-parallel ranks" if mesh.tp > 1 else ""
         raise InputError(
-            f"Ulysses degree {degree} does not divide num_heads {model.num_heads} of {model.name}, or its num_kv_heads "
-            f"{model.num_kv_heads} neither divide nor are divided by it: allowed are {', '.join(map(str, allowed))}; "
-            f"set `ulysses_degree`, or `set` model.num_kv_heads=N"
+            f"Ulysses degree {degree} does not divide num_heads {model.num_heads} of {model.name}{of_share}, or its "
+            f"num_kv_heads {model.num_kv_heads} neither divide nor are divided by it: allowed are "
+            f"{', '.join(map(str, allowed))}; set `ulysses_degree`, or `set` model.num_kv_heads=N"
         )
 
 

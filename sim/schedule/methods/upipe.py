@@ -42,7 +42,7 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
     """Return UPipe over U * R ranks; raises InputError where heads or tokens do not divide over them."""
     mesh.only("upipe", "ring", "ulysses")
     model, size = workload.model, mesh.ulysses
-    check_heads(model, size)
+    check_heads(model, mesh)
     check_backward(workload, options)
     needs_forward(workload, "UPipe, which keeps the output of each stage,")
     if model.qk_norm and workload.scope != "attention":
@@ -58,7 +58,7 @@ def build(workload: Workload, mesh: Mesh, options: UPipeOptions = UPipeOptions()
 
     def wire_bytes(work: Workload) -> int:
         again = input_bytes(work, size)
-        rings = ring_bytes(work, options, mesh.ring, model.num_heads)
+        rings = ring_bytes(work, options, mesh.ring, work.model.num_heads)
         return ulysses_bytes(work, size) + again * (work.backward and options.recompute) + rings
 
     return around_rings(

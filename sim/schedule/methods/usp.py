@@ -32,7 +32,7 @@ class UspOptions(RingOptions, TradeOptions):
 def build(workload: Workload, mesh: Mesh, options: UspOptions = UspOptions()) -> Schedule:
     """Return USP attention over U * R ranks; raises InputError where heads or tokens do not divide over them."""
     mesh.only("usp", "ring", "ulysses")
-    check_heads(workload.model, mesh.ulysses)
+    check_heads(workload.model, mesh)
     check_backward(workload, options)
     return around_rings(
         workload,

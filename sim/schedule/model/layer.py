@@ -18,18 +18,20 @@ from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
+from sim.schedule.ir.shares import workload_of_share
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Block, Equation, back
 from sim.schedule.model.outside import Embedding, Entry, Exit, FromOutside, Loss, ToOutside
-from sim.schedule.model.passes import LayerWriter
+from sim.schedule.model.passes import LayerWriter, written_backward
 from sim.schedule.model.pipeline.stages import Stages
 from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
-from sim.schedule.model.tiling import block_in_tiles, whole
+from sim.schedule.model.tensor.group import Group, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Params, Replicated
 from sim.schedule.model.weights.shards import Shards, moved_bytes, rows_later, shards_of
@@ -79,9 +81,10 @@ def build_around(
     """Return the schedule of the workload's scope: attention alone, or layers around it; every data-parallel
     replica does the same as the first, with a batch of its own, and maybe shards.
     """
-    _require_takes(plan, workload, options)
+    _require_takes(plan, workload, mesh, options)
     layers, step = workload.scope != "attention", workload.scope == "step"
-    part = msgspec.structs.replace(workload, batch=workload.batch // options.micro_batches)
+    of_share, group = workload_of_share(workload, mesh.tp), group_of(mesh) if layers else None
+    part = msgspec.structs.replace(of_share, batch=workload.batch // options.micro_batches)
     block, *others = [
         block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
         for one, _ in part.kinds()
@@ -106,25 +109,31 @@ def build_around(
     gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
     stages = Stages(mesh, workload, options)
     shards = shards_of(mesh, options, stages.both_ends) if step else Shards()
+    declared = dict.fromkeys((*filter(None, (group,)), *shards.declared))
     header = Header(
         name=plan.name,
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope),
-        communicators=(*plan.communicators, *gradients, *stages.links, *shards.declared),
+        communicators=(*plan.communicators, *gradients, *stages.links, *declared),
         claims=_claims(plan, workload, mesh, options, block, stages),
     )
 
     ranks = _Ranks(
-        plan=plan, workload=workload, mesh=mesh, options=options, blocks=(block, *others), chosen=chosen,
-        gradients=gradients, shards=shards, stages=stages,
+        plan=plan, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=(block, *others),
+        chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group,
     )  # fmt: skip
     return Schedule(header, ranks.program, replicated=not ranks.own_shards)
 
 
-def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> None:
-    """Raise InputError where an option is of another scope, or does not go with the workload."""
+def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions) -> None:
+    """Raise InputError where an option or a degree is of another scope, or does not go with the workload."""
     layers = workload.scope != "attention"
+    if mesh.tp > 1 and not layers:
+        raise InputError(
+            f"`tp_degree` {mesh.tp} divides the weights of layers, and scope 'attention' has none: set it to 1, or "
+            f"set `scope` layer or step"
+        )
     if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
@@ -150,7 +159,9 @@ class _Ranks:
     """Writes the programs of all ranks of a schedule."""
 
     plan: AttentionPlan
+    whole: Workload
     workload: Workload
+    """Of what a rank has of the model's weights."""
     mesh: Mesh
     options: LayerOptions
     blocks: tuple[Block, ...]
@@ -159,6 +170,8 @@ class _Ranks:
     gradients: tuple[Communicator, ...]
     shards: Shards
     stages: Stages
+    group: Communicator | None
+    """Those that have shares of weights."""
 
     @property
     def own_shards(self) -> bool:
@@ -172,7 +185,8 @@ class _Ranks:
     def program(self, rank: int) -> Program:
         """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
         workload, mesh, role = self.workload, self.mesh, self.mesh.role(rank)
-        later = rows_later(workload, self.shards, self.options, role, rank) if self.own_shards else None
+        share = share_of(mesh, role, self.whole.model)
+        later = rows_later(workload, self.shards, self.options, share, role, rank) if self.own_shards else None
         own = self._written(rank) if later is None else self._of_role(role)
         return own if rank == role else own.of_replica(rank - role, mesh.replica(rank) * workload.batch, later or {})
 
@@ -180,22 +194,25 @@ class _Ranks:
         """Return the program of the one in its place, with the shards of a rank."""
         plan, workload, mesh, options, stages = self.plan, self.workload, self.mesh, self.options, self.stages
         role = mesh.role(rank)
-        b = ProgramBuilder(role, workload, mesh.dp)
+        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model))
         if workload.scope == "attention":
             b.workload = workload.of_layer(0)
             return attention_program(b, plan.shard(role), plan.attention)
         stage = mesh.place(role)["pp"]
         layers = {number: stages.layers(number) for number in stages.chunks_of(stage)}
         own = tuple([unit for unit in units(workload) if stages.owns(stage, unit)])
-        tokens = plan.shard(role).tokens
+        every = plan.shard(role).tokens
+        tokens, group = own_tokens(mesh, role, every, workload), Group(self.group, every) if self.group else None
+        tiling: Tiling = group.tiling if group else whole
         kept = saving(b, options.activations, self.chosen, options.offload_from, tuple(layers.values()))
         step = workload.scope == "step"
-        params = Flat(b, self.shards, options, rank, own) if step else Replicated(b, self.gradients, own)
+        params = Flat(b, self.shards, options, rank, own) if step else Replicated(b, self.gradients, own, self.group)
         kinds = []
         for number, ((one, _), its) in enumerate(zip(workload.kinds(), self.blocks, strict=True)):
             b.workload = one
             keeps = checkpoint(its, options.checkpoint if step else "none")
-            kinds.append(LayerWriter(b, its, tokens, plan.attention(b), params, kept, whole, keeps, number))
+            attention = plan.attention(b)
+            kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
         b.workload = workload
         chunks = self._chunks(b, tokens, params, layers)
         waits = options.host_waits == "micro-batch"
@@ -228,30 +245,36 @@ class _Ranks:
 def _claims(
     plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block, stages: Stages
 ) -> Claims:
-    """Attention by its paper, in every replica; the matrix products of the block; what moves weights and gradients, and
-    what stages hand on.
+    """Attention by its paper, in every replica, of each share of the heads; the matrix products of the block; what
+    moves weights and gradients, and tokens between members of a tensor-parallel group and between stages.
     """
-    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [workload], 0, gemm_flops(workload, block)
+    of_share = workload_of_share(workload, mesh.tp)
+    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(workload, block)
+    written = [*block.forward, block.projections]
+    if workload.backward:
+        written += [*written_backward(block, apart=stages.splits_backward), back(*block.projections)]
     if plan.partwise and workload.backward:
         gemms += gemm_flops_again(workload, made_again(block))
     if plan.projects_again and workload.backward:
         gemms += gemm_flops_again(workload, block.projections)
     if step:
         point = checkpoint(block, options.checkpoint)
-        forward = msgspec.structs.replace(workload, scope="attention", layers=1, passes="forward")
+        forward = msgspec.structs.replace(of_share, scope="attention", layers=1, passes="forward")
         passes += [forward] if point.attends else []
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
         projections = block.projections if point.attends else ()
         gemms += gemm_flops_again(workload, (*point.again.before, *projections, *point.again.after))
+        written += [*point.again, projections]
     layers = workload.layers
     flops, sent = (
-        dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
+        mesh.tp * dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
-    wire_bytes = sent + dp * (layers * laid_out + stages.handed_bytes(workload))
+    of_group = sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0
+    wire_bytes = sent + dp * (layers * (mesh.tp * laid_out + of_group) + stages.handed_bytes(workload))
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
-    of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh.size)
+    of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh)
     return Claims(
         attention_flops=flops,
         gemm_flops=dp * gemms,

@@ -14,13 +14,14 @@ from typing import NamedTuple, cast
 
 from sim.base.errors import InputError
 from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.tensors import d
+from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.checkpoint import Checkpoint, checkpoint
 from sim.schedule.model.equations import Around, Block, Equation
-from sim.schedule.model.projections import Projections
+from sim.schedule.model.projections import Projections, chains
 from sim.schedule.model.saving import Saving, Visit
 from sim.schedule.model.scope import Unit
+from sim.schedule.model.tensor.group import Group
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.weights.params import Params, Reduced, Room
 from sim.schedule.model.write import Kept, TokenWriter, Values
@@ -43,6 +44,8 @@ class LayerWriter(NamedTuple):
     checkpoint: Checkpoint
     kind: int = 0
     """Which of the model's kinds of layers it writes."""
+    group: Group | None = None
+    """The ranks that have shares of weights, whose tokens attention has; None where it has those of this rank."""
 
     def _call(self, name: str) -> str:
         """Return the key of a call that layers of this kind make."""
@@ -83,7 +86,7 @@ class LayerWriter(NamedTuple):
         block, values = self.block, {**weights, **at_hand}
         self._write(around.before, layer, self.tokens, values)
         if block.projections:
-            values[block.out], saved = self._partwise.forward_from(self._projections(layer, values))
+            values[block.out], saved = self._partwise.forward_from(self._projections(layer, values)[0])
         else:
             values[block.out], saved = self.attention.forward(values[block.q], values[block.k], values[block.v])
         self._write(around.after, layer, self.tokens, values)
@@ -93,8 +96,20 @@ class LayerWriter(NamedTuple):
     def _partwise(self) -> PartwiseAttention:
         return cast("PartwiseAttention", self.attention)
 
-    def _projections(self, layer: int, values: Values) -> Projections:
-        return Projections(self.b, layer, self.tokens, self.block, values, self._partwise.q_heads)
+    def _projections(self, layer: int, values: Values) -> tuple[Projections, Values]:
+        """Return what projects the inputs of attention, and where it takes what from and leaves gradients: where ranks
+        have shares of weights what is projected is gathered before.
+        """
+        tokens = self.tokens
+        if self.group:
+            rows = TokenWriter(self.b, layer, tokens, values)
+            tokens, values = self.group.every, self.group.spread(rows, self.sources)
+        return Projections(self.b, layer, tokens, self.block, values, self._partwise.q_heads), values
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """What is projected part by part."""
+        return tuple(dict.fromkeys(source for chain in chains(self.block).values() for source in chain.sources))
 
     def _kept(self, values: Values, saved: Saved, point: Checkpoint) -> Kept:
         """Return what is kept of a layer's values, and of what attention saves."""
@@ -161,9 +176,12 @@ class LayerWriter(NamedTuple):
         write(around.before, layer, self.tokens, values)
         dout = values[d(block.out)]
         if block.projections:
-            projections = self._projections(layer, values)
+            projections, made = self._projections(layer, values)
             self._partwise.backward_into(kept.attention, dout, projections)
             projections.reduce(self.params)
+            if self.group:
+                for source in map(d, self.sources):
+                    self.group.add(TokenWriter(self.b, layer, self.tokens, values), source, made[source])
         else:
             grads = self.attention.backward(kept.attention, dout)
             values |= zip(map(d, (block.q, block.k, block.v)), grads, strict=True)
@@ -173,7 +191,7 @@ class LayerWriter(NamedTuple):
     @property
     def _of_weights(self) -> tuple[Equation, ...]:
         """What makes gradients of weights alone."""
-        return tuple([one for part in self.block.backward for one in part if _is_of_weights(one)])
+        return written_backward(self.block, apart=True)[-1]
 
     def _write(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
         """Append equations of a layer."""
@@ -184,6 +202,16 @@ class LayerWriter(NamedTuple):
         rest = tuple([one for one in equations if not _is_of_weights(one)])
         for _ in self.tiling(rest, TokenWriter(self.b, layer, tokens, values)):
             pass
+
+
+def written_backward(block: Block, *, apart: bool) -> list[tuple[Equation, ...]]:
+    """Return the equations of a backward pass that are written together: those before and behind attention, and where
+    gradients of weights are made ``apart`` all of these by themselves.
+    """
+    if not apart:
+        return [*block.backward]
+    of_inputs = [tuple([one for one in part if not _is_of_weights(one)]) for part in block.backward]
+    return [*of_inputs, tuple([one for part in block.backward for one in part if _is_of_weights(one)])]
 
 
 def _is_of_weights(equation: Equation) -> bool:

@@ -44,7 +44,7 @@ class AbstractPlayer(Interpreter):
         self._rules = attention_rules(schedule)
         self._token_rules = TokenRules(self._rules.model, self._rules)
         self._linear_rules = LinearRules(self._rules)
-        self._state_rules = StateRules(schedule.header.workload, self._rules)
+        self._state_rules = StateRules(schedule.header.workload, self._rules, schedule.header.members)
         self._at: Key = (0, 0)
         """The op that is being played."""
         self._writers: dict[type[ops.Op], Callable[[AbstractMemory, Any], None]] = {}
@@ -109,7 +109,7 @@ class AbstractPlayer(Interpreter):
 
     def _state(self, memory: AbstractMemory, op: ops.StateKernel | ops.HostAdamW) -> None:
         given = [memory.read(view) for view in op.reads]
-        into = given.pop() if isinstance(op, ops.Pack) and op.adds else []
+        into = given.pop() if isinstance(op, ops.Pack | ops.SquareSum) and op.adds else []
         made = self._state_rules.apply(op, given)
         if into:
             made = [self.sum_of(into, made[0])]

@@ -39,6 +39,8 @@ class RankSchedule(NamedTuple):
     communicators: tuple[Communicator, ...]
     program: Program
     dependencies: Dependencies
+    members: int = 1
+    """Of each tensor-parallel group."""
 
 
 class Checked:
@@ -80,6 +82,7 @@ class Checked:
             header.communicators,
             self.schedule.program(rank),
             self.dependencies[rank],
+            header.members,
         )
 
 

@@ -12,6 +12,7 @@ from sim.base.errors import ScheduleError
 from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.scope import tensor_of, trained, units, updated
 from sim.schedule.proof.contents import Content, spell, union
@@ -26,7 +27,7 @@ def check_owners(schedule: Schedule) -> None:
     if schedule.header.claims:
         inputs = [port for program in programs for port in program.inputs]
         check_tokens(inputs if workload.forward else without_replicas(inputs), workload, sequences)
-        check_shards(programs, workload)
+        check_shards(programs, workload, schedule.header.members)
 
 
 def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> None:
@@ -68,16 +69,17 @@ def without_replicas(ports: Sequence[Port]) -> list[Port]:
 
 
 class _Shard(NamedTuple):
-    """Part of a weight."""
+    """Part of a weight; of a flat tensor of shares of weights rows of one member's, which stand as its columns."""
 
     weight: Tensor
     rows: Span
     columns: Span
 
 
-def check_shards(programs: Sequence[Program], workload: Workload) -> None:
+def check_shards(programs: Sequence[Program], workload: Workload, members: int = 1) -> None:
     """Raise where some rows or columns of a weight are on fewer ranks than others, or a rank does not leave what is due
-    of just the shards that it holds: their gradient, or at the end of a step what they are then.
+    of just the shards that it holds: their gradient, or at the end of a step what they are then. Of ``members`` of each
+    tensor-parallel group flat tensors of their shares are as one matrix, with a column each.
     """
     held: dict[Tensor, Counter[_Shard]] = defaultdict(Counter)
     due, result = (updated, "update") if workload.scope == "step" else (d, "gradient")
@@ -99,10 +101,17 @@ def check_shards(programs: Sequence[Program], workload: Workload) -> None:
                 f"{shard.weight.name} of layer {shard.weight.layer}: it leaves those of the shards that it holds"
             )
     for weight, shards in held.items():
-        (rows,) = weight.rows(workload.model)
-        problem = _uneven(shards, (rows.size, weight.features(workload.model)))
+        share = Share(workload.model, 0, members)
+        shared = weight.parts and share.divides(weight)
+        problem = _uneven(shards, (share.size(weight), members) if shared else _shape(weight, workload))
         if problem:
             raise ScheduleError(f"{weight.name} of layer {weight.layer}: {problem}; a shard is lost or doubled")
+
+
+def _shape(weight: Tensor, workload: Workload) -> tuple[int, int]:
+    """Return how many rows and columns a weight has."""
+    (rows,) = weight.rows(workload.model)
+    return rows.size, weight.features(workload.model)
 
 
 def _shards(ports: Iterable[Port], workload: Workload, weights: dict[str, Tensor]) -> Counter[_Shard]:
@@ -111,7 +120,7 @@ def _shards(ports: Iterable[Port], workload: Workload, weights: dict[str, Tensor
     for port in ports:
         if port.tensor in weights:
             weight = weights[port.tensor]
-            columns = port.features or Span(0, weight.features(workload.model))
+            columns = port.heads if weight.parts else port.features or Span(0, weight.features(workload.model))
             found.update(_Shard(weight.later(port.layer), rows, columns) for rows in port.tokens)
     return found
 
@@ -128,6 +137,8 @@ def _uneven(shards: Counter[_Shard], shape: tuple[int, int]) -> str:
         across = range(bisect_left(columns, shard.columns.start), bisect_left(columns, shard.columns.stop))
         for cell in product(down, across):
             counts[cell] += count
+    if rows[-1] > shape[0] or columns[-1] > shape[1]:
+        return f"rows {shape[0]}..{rows[-1]}, columns {shape[1]}..{columns[-1]} are none of it"
     least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
     if 0 < counts[least] == counts[most]:
         return ""

@@ -22,6 +22,7 @@ from sim.schedule.proof.contents import (
     Interval,
     Piece,
     Unclassed,
+    brief,
     common,
     replaced,
     spell,
@@ -68,6 +69,8 @@ class Part(NamedTuple):
         return [piece._replace(content=piece.content._replace(seen=self._terms(piece))) for piece in pieces]
 
     def _terms(self, piece: Piece) -> tuple[tuple[Span, Span], ...]:
+        if not piece.content.seen:
+            raise ScheduleError(f"{brief(piece.content)} of parts {spell(self.which)} is no sum: all are needed")
         ((terms, _),) = piece.content.seen
         return ((Span(terms.start + self.which.start, terms.start + self.which.stop), ONE),)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, assert_never
@@ -10,6 +9,7 @@ from typing import NamedTuple, assert_never
 from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
+from sim.schedule.ir.shares import Share, num_elements
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
@@ -33,10 +33,16 @@ from sim.words.workload import ModelSpec, Workload
 
 
 class StateRules(NamedTuple):
-    """How a workload's weights, their gradients and moments are packed, summed up and updated."""
+    """How a workload's weights, their gradients and moments are packed, summed up and updated.
+
+    Where ranks of a tensor-parallel group have shares of weights, a flat tensor is one of elements of one member's
+    shares, and which member's is said where other tensors say which heads.
+    """
 
     workload: Workload
     attention: AttentionRules
+    members: int = 1
+    """Of each tensor-parallel group."""
 
     def apply(self, op: StateKernel | HostAdamW, operands: list[list[Piece]]) -> list[list[Piece]]:
         """Return the pieces of each result; raises ScheduleError where operands do not belong together."""
@@ -57,28 +63,40 @@ class StateRules(NamedTuple):
         return self.workload.model
 
     def _unpacked(self, piece: Piece) -> list[list[Piece]]:
-        """Return the weights that a flat tensor consists of."""
+        """Return the weights, or the shares of weights, that a flat tensor consists of."""
         content, flat = piece.content, tensor_of(piece.content.tensor, self._model)
-        if content.tensor not in _FLAT_WEIGHTS or piece.content.tokens != _rows(flat, self._model):
+        share = self._share(content)
+        if content.tensor not in _FLAT_WEIGHTS or content.tokens != share.rows(flat):
             raise ScheduleError(f"unpacks {brief(content)}: all elements of a unit's weights are needed")
-        return [[_whole(part, self._model, content.layer)] for part in flat.parts]
+        return [[_all_of(part, share, content.layer)] for part in flat.parts]
+
+    def _share(self, content: Content) -> Share:
+        """Return whose shares a flat tensor consists of."""
+        if differs(content):
+            raise Unclassed
+        return Share(self._model, content.heads.start, self.members)
 
     def _packed(self, pieces: list[Piece]) -> list[Piece]:
-        """Return a flat gradient of those of a unit's weights, in their order: one piece, or of a unit that has weights
-        of both ends of the model one for each of these. One stage of a pipeline may have none of the latter, but zeros.
+        """Return a flat gradient of those of a unit's weights, in their order, of one member's shares of them: one
+        piece, or of a unit that has weights of both ends of the model one for each of these. One stage of a pipeline
+        may have none of the latter, but zeros.
         """
+        if self.members > 1 and any(differs(piece.content) for piece in pieces):
+            raise Unclassed
         layer = next((piece.content.layer for piece in pieces if piece.content.tensor != ZERO), 0)
         for unit in unit_kinds(self._model):
-            parts = [_whole(part, self._model, layer) for part in d(unit.flat).parts]
-            same = [_is_of(part, piece, zeros=unit == ROOT) for part, piece in zip(parts, pieces, strict=False)]
-            if not unit.frozen and len(parts) == len(pieces) and all(same):
+            packed, zeros = d(unit.flat), unit == ROOT
+            members = range(self.members) if Share(self._model, 0, self.members).divides(packed) else range(1)
+            shares = (Share(self._model, member, self.members) for member in members)
+            share = next((one for one in shares if _are_all(pieces, packed, one, layer, zeros=zeros)), None)
+            if not unit.frozen and share:
                 break
         else:
             spelled = ", ".join(brief(piece.content) for piece in pieces)
             raise ScheduleError(
                 f"packs {spelled}: these are not the gradients of a layer, or of an end, in their order"
             )
-        flat = _whole(d(unit.flat), self._model, layer)
+        flat = _all_of(packed, share, layer)
         seen, *others = [piece.content.seen for piece in pieces]
         if unit == ROOT:
             return self._in_parts(flat, pieces)
@@ -104,9 +122,7 @@ class StateRules(NamedTuple):
         """
         if content.tensor != d(ROOT.flat).name:
             return self.attention.complete(content)
-        if differs(content):
-            raise Unclassed
-        of_table, later = math.prod(w_embed.shape(self._model)), behind(self.workload.seq)
+        of_table, later = self._share(content).size(w_embed), behind(self.workload.seq)
         ends = [content.seen]
         if content.tokens.start < of_table:
             head = tuple([(tokens.moved(-later), batch) for tokens, batch in content.seen if tokens.start >= later])
@@ -122,7 +138,9 @@ class StateRules(NamedTuple):
             unit = _unit(content, self._model)
             if content.tensor != d(unit.flat).name or not self._complete(content):
                 raise ScheduleError(f"squares {brief(content)}, which is no flat gradient or not complete yet")
-            part = Content(unit.square.name, content.layer, (ONE, ONE, ONE, ONE), ((content.tokens, ONE),))
+            part = Content(unit.square.name, content.layer, (ONE, ONE, ONE, ONE))
+            of_all = [(content.tokens, ONE)] if self.members == 1 else None
+            part = part._replace(seen=tuple(of_all or self._share(content).elements(d(unit.flat), content.tokens)))
             square = part if square is None else union(square, part)
         assert square is not None
         return [Piece(((0, 1), (0, 1), (0, 1), (0, 1)), square)]
@@ -165,7 +183,7 @@ _FLAT_WEIGHTS = {one.name for unit in BY_NAME for flat in (unit.flat, unit.worki
 @lru_cache(maxsize=16)
 def _squares(workload: Workload) -> dict[tuple[str, int], int]:
     """Return how many elements the sums of squares of a step are of, by name and layer, in order."""
-    found = {(unit.square.name, unit.layer): _rows(unit.flat, workload.model).size for unit in trained(workload)}
+    found = {(unit.square.name, unit.layer): num_elements(unit.flat, workload.model) for unit in trained(workload)}
     return dict(sorted(found.items()))
 
 
@@ -179,7 +197,8 @@ def _check_norm(workload: Workload, squares: tuple[Content, ...]) -> None:
         lacking = sorted(wanted.keys() - set(found)) or [("none", 0)]
         raise ScheduleError(f"updates by a norm that lacks {lacking[0][0]} of layer {lacking[0][1]}, or has others")
     for square in squares:
-        if sum(rows.size for rows, _ in square.seen) != wanted[square.tensor, square.layer - first]:
+        elements = sum(rows.size * members.size for rows, members in square.seen)
+        if elements != wanted[square.tensor, square.layer - first]:
             raise ScheduleError(f"updates by a norm in which {square.tensor} lacks elements")
 
 
@@ -203,26 +222,27 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     return _only(coalesced([piece._replace(content=piece.content._replace(seen=())) for piece in pieces]))
 
 
-def _is_of(part: Piece, given: Piece, *, zeros: bool) -> bool:
-    """Return whether a gradient is that of a weight, or may be zeros in its place."""
-    if given.content.tensor == ZERO:
-        return zeros and given.box == part.box
-    return given.content._replace(seen=()) == part.content
-
-
 def _named(piece: Piece, tensor: str) -> Piece:
     """Return the same part of another tensor."""
     return piece._replace(content=piece.content._replace(tensor=tensor))
 
 
-def _rows(tensor: Tensor, model: ModelSpec) -> Span:
-    (rows,) = tensor.rows(model)
-    return rows
+def _are_all(pieces: list[Piece], packed: Tensor, share: Share, layer: int, *, zeros: bool) -> bool:
+    """Return whether pieces are a member's shares of the gradients that a flat one consists of, in their order; some
+    may be ``zeros`` of their size.
+    """
+    parts = [_all_of(part, share, layer) for part in packed.parts]
+    return len(parts) == len(pieces) and all(
+        zeros and given.box == part.box
+        if given.content.tensor == ZERO
+        else given.content._replace(seen=()) == part.content
+        for part, given in zip(parts, pieces, strict=True)
+    )
 
 
 @lru_cache(maxsize=4096)
-def _whole(tensor: Tensor, model: ModelSpec, layer: int) -> Piece:
-    """Return all of a weight or of its gradient, of a layer."""
-    rows, columns = _rows(tensor, model), Span(0, tensor.features(model))
+def _all_of(tensor: Tensor, share: Share, layer: int) -> Piece:
+    """Return all that a member has of a weight or of its gradient, or of a flat tensor of them, of a layer."""
+    rows, columns = share.rows(tensor), share.columns(tensor) or Span(0, tensor.features(share.model))
     box: Box = ((0, 1), (0, rows.size), (0, 1), (0, columns.size))
-    return Piece(box, Content(tensor.name, layer, (ONE, rows, ONE, columns)))
+    return Piece(box, Content(tensor.name, layer, (ONE, rows, share.place(tensor), columns)))

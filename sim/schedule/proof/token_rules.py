@@ -11,6 +11,11 @@ from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Mask, Span, Tokens, restarted
 from sim.schedule.ir.ops import (
     Accumulate,
+    BiasedGemm,
+    EagerGeGlu,
+    EagerGeGluBackward,
+    EagerSwiGlu,
+    EagerSwiGluBackward,
     GeGlu,
     GeGluBackward,
     Gelu,
@@ -49,8 +54,9 @@ def _numbers(model: ModelSpec) -> dict[tuple[object, ...], int]:
 
 
 _IN_PARTS = (
-    *(Gemm, TokenSum, Rope, Scale, Accumulate),
+    *(Gemm, BiasedGemm, TokenSum, Rope, Scale, Accumulate),
     *(SwiGlu, SwiGluBackward, GeGlu, GeGluBackward, Gelu, GeluBackward),
+    *(EagerSwiGlu, EagerSwiGluBackward, EagerGeGlu, EagerGeGluBackward),
 )
 """Kernels that make of some heads or features of an MLP what they make of these among all."""
 _AT_ENDS = {weight.name for weight in ROOT.weights}

@@ -14,6 +14,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Attend, AttendBackward, Copy, HostCopy, HostSync, Op, Part
 from sim.schedule.ir.program import Program
+from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
@@ -62,9 +63,11 @@ class ProgramBuilder:
     written many times, as layers are, is written by ``call``.
     """
 
-    def __init__(self, rank: int, workload: Workload, replicas: int = 1) -> None:
+    def __init__(self, rank: int, workload: Workload, replicas: int = 1, share: Share | None = None) -> None:
         self.rank = rank
         self.workload = workload
+        self.share = share or Share(workload.model)
+        """Of the weights of the whole model; that of the workload is what the rank has of it."""
         self.replicas = replicas
         """How many do the same with sequences of their own."""
         self.batch = Span(0, workload.batch)
@@ -332,8 +335,20 @@ class ProgramBuilder:
         self._writing.outputs.append(port)
 
     def _port(self, tensor: Tensor, tokens: Tokens, view: View) -> Port:
-        batch = ONE if tensor.of_weight else self.batch
-        return Port(tensor=tensor.name, layer=tensor.layer, view=view, batch=batch, tokens=tokens, heads=ONE)
+        batch, heads, columns = self.batch, ONE, None
+        if tensor.of_weight:
+            batch, heads, columns = ONE, self.share.place(tensor), self.share.columns(tensor)
+            first = self.share.rows(tensor).start
+            tokens = tuple([span.moved(first) for span in tokens]) if first else tokens
+        return Port(
+            tensor=tensor.name,
+            layer=tensor.layer,
+            view=view,
+            batch=batch,
+            tokens=tokens,
+            heads=heads,
+            features=columns,
+        )
 
     # Ops
 

@@ -93,7 +93,11 @@ def test_fit_has_a_row_for_each_place(capsys: pytest.CaptureFixture[str]) -> Non
         (("--model", "tiny,tini"), "unknown model 'tini'"),
         (("--cluster", "hgx-h100,hgx-h1"), "unknown cluster 'hgx-h1'"),
         (("--schedule", "ring,ring"), "--schedule: ring stands there twice"),
-        (("--tp", "2"), "--tp 2: tensor parallelism is not simulated yet"),
+        (("--tp-degree", "3", "--gpus", "8"), "--gpus 8 is not --tp-degree 3, or a multiple of 3: set --gpus 3"),
+        (
+            ("--cp", "4", "--tp-degree", "2", "--gpus", "6"),
+            "--cp 4 x --tp-degree 2 does not divide 6 GPUs: set --gpus 8",
+        ),
         (("--cp", "4", "--gpus", "6"), "--cp 4 does not divide 6 GPUs: set --gpus 4 or 8"),
         (("--cp", "4", "--gpus", "8", "--dp-degree", "1"), "--gpus 8 is not --cp 4 x --dp-degree 1: set --gpus 4"),
         (

@@ -91,7 +91,7 @@ class Seen(TorchDispatchMode):
 
 def issued(schedule: RankSchedule, attention: AttentionKernel) -> Seen:
     """Issue all ops of a rank twice; return what was seen. Raises what torch does where a value is asked for."""
-    _, workload, _, program, dependencies = schedule
+    _, workload, _, program, dependencies, _ = schedule
     ends = ends_at(lifetimes(program, dependencies), len(program.ops))
     rotations: tensors.Rotations = {}
     with _no_gpu(), FakeTensorMode(), Seen(TORCH_DTYPE[workload.dtype]) as seen:

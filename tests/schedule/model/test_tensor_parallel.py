@@ -15,11 +15,11 @@ from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import AllGather, Copy, Gemm, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
 from tests.helpers import make_model, sweep_but
-from tests.schedule.model.tensor_parallel import tensor_parallel
 from tests.schedule.proof.test_check_catches import refuses
 
 MESHES = {"2 ranks": Mesh(tp=2), "4 ranks": Mesh(tp=4), "rings of 2": Mesh(tp=2, ring=2)}
@@ -28,7 +28,7 @@ MESHES = {"2 ranks": Mesh(tp=2), "4 ranks": Mesh(tp=4), "rings of 2": Mesh(tp=2,
 def layers(mesh: str = "2 ranks", **fields: Any) -> Schedule:
     model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=24, **fields)
     workload = Workload(model=model, seq=32, dtype="fp64", scope="layer", layers=2)
-    return tensor_parallel(workload, MESHES[mesh])
+    return SCHEDULES["ring" if "ring" in mesh else "single"].schedule(workload, MESHES[mesh])
 
 
 @pytest.mark.parametrize("mesh", sweep_but({"2 ranks", "rings of 2"}, MESHES))

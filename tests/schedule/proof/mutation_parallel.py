@@ -1,4 +1,4 @@
-"""Tensor-parallel layers and pipelines for ``mutations`` to change."""
+"""Tensor parallelism and pipelines for ``mutations`` to change."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import msgspec
 
-from sim.schedule.methods.catalog import NAMED
+from sim.schedule.methods.catalog import NAMED, SCHEDULES
 from sim.schedule.proof.check import Checked, check
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
 from tests.helpers import make_model
-from tests.schedule.model.tensor_parallel import tensor_parallel
 from tests.schedule.proof.mutation_steps import STEP_OPERATORS
 
 DRAWN: tuple[tuple[str, int, str], ...] = (
@@ -30,18 +29,47 @@ PARALLEL_OPERATORS = {name: change for name, change in STEP_OPERATORS.items() if
 """What changes weights, states and ends; none of these has tiles."""
 
 
+TENSOR: tuple[tuple[str, Mesh], ...] = (
+    ("single", Mesh(tp=2)),
+    ("single", Mesh(tp=4)),
+    ("single", Mesh(tp=2, dp=2)),
+    ("ring", Mesh(tp=2, ring=3)),
+    ("zigzag", Mesh(tp=2, ring=2)),
+    ("ulysses", Mesh(tp=2, ulysses=2)),
+    ("upipe", Mesh(tp=2, ulysses=2)),
+    ("fpdt", Mesh(tp=2, ulysses=2)),
+)
+"""Schedules of attention with tensor parallelism around them."""
+
+
 def drawn_parallel(draw: Random) -> tuple[str, Checked]:
     """Return a proved schedule of one kind or the other, with what people call it."""
-    return drawn_layers(draw) if draw.random() < 0.5 else drawn_pipeline(draw)
+    return drawn_tensor(draw) if draw.random() < 0.5 else drawn_pipeline(draw)
 
 
-def drawn_layers(draw: Random) -> tuple[str, Checked]:
-    """Return tensor-parallel layers, alone or in rings."""
-    fields: dict[str, Any] = draw.choice([{}, {"mlp": "geglu"}, {"mlp": "gelu"}, {"norms": "around"}])
-    mesh = draw.choice([Mesh(tp=2), Mesh(tp=4), Mesh(tp=2, ring=3)])
-    model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=12, **fields)
-    workload = Workload(model=model, seq=24, dtype="fp64", scope="layer", layers=2)
-    return f"tp {mesh.tp}, ring {mesh.ring}, {fields}", check(tensor_parallel(workload, mesh))
+def drawn_tensor(draw: Random) -> tuple[str, Checked]:
+    """Return tensor-parallel layers, or a training step of them."""
+    fields: dict[str, Any] = draw.choice(
+        [{}, {"mlp": "geglu"}, {"mlp": "gelu"}, {"norms": "around"}, {"biases": ("qkv",)}, {"tied_embeddings": True}]
+    )
+    name, mesh = draw.choice(TENSOR)
+    model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=12, vocab_size=40, **fields)
+    micro = draw.choice((1, 1, 2))
+    workload = Workload(model=model, seq=24, batch=micro, dtype="fp64", scope="layer", layers=2)
+    said = f"{name}, {mesh.named()}, {fields}"
+    if draw.random() < 0.4:
+        return f"{said}, B {micro}", check(SCHEDULES[name].schedule(workload, mesh))
+    chosen: dict[str, Any] = {
+        "zero_stage": draw.choice((0, 1, 2, 3)),
+        "sync": draw.choice(("every", "last")),
+        "loss": draw.choice(("whole", "chunked")),
+        "checkpoint": draw.choice(("full", "none", "attention")),
+        "shards": draw.choice(("all", "replica")),
+        "micro_batches": micro,
+    }
+    options = dataclasses.replace(SCHEDULES[name].options, **chosen)
+    workload = msgspec.structs.replace(workload, scope="step")
+    return f"{said}, {chosen}", check(SCHEDULES[name].schedule(workload, mesh, options))
 
 
 def drawn_pipeline(draw: Random) -> tuple[str, Checked]:

@@ -82,6 +82,11 @@ class Stages:
         per_stage = len(self.split) // self._mesh.pp
         return self._pipeline.timetable(stage, self._mesh.pp, self._options.micro_batches, per_stage)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are made apart from those of inputs."""
+        return any(kind == "W" for kind, _, _ in self.items(0))
+
     def layers_in_flight(self, stage: int) -> int:
         """Return of how many layers a stage keeps what a micro-batch needs backward, at most."""
         held = most = 0

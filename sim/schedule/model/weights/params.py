@@ -8,11 +8,14 @@ from typing import Protocol
 
 from sim.schedule.ir.ops import AllReduce
 from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
+from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import Unit, together, trained
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
+from sim.words.mesh import Mesh
 from sim.words.workload import DTYPE_BYTES, Workload
 
 Room = tuple[View, ...]
@@ -58,12 +61,42 @@ class Params(Protocol):
         ...
 
 
-class Replicated:
-    """Every rank has every weight; each gradient is summed by an all-reduce of its own, once it is there, and left."""
+def sum_over_group(b: ProgramBuilder, group: Communicator | None, gradient: Tensor, view: View) -> None:
+    """Append what sums the gradient of a weight that all ranks of a group have whole, each of its own tokens. Of shares
+    there is nothing to sum.
+    """
+    if group and not b.share.divides(gradient):
+        b.add(AllReduce(label=f"sum {gradient.name}", communicator=group.name, view=view))
 
-    def __init__(self, b: ProgramBuilder, over: tuple[Communicator, ...], own: tuple[Unit, ...]) -> None:
-        """``own`` are the units that a rank has: those of its stage of the model."""
-        self._b, self._over = b, over
+
+def summed_over_group_bytes(workload: Workload, mesh: Mesh) -> int:
+    """Return what all members of tensor-parallel groups send for that, once for all trained weights of a workload:
+    2 (T-1) bytes per byte of those that are not divided. Of a weight that is at both ends of a model each of two stages
+    has its part.
+    """
+    share, size = Share(workload.model, 0, mesh.tp), 0
+    for weight in (weight for unit in trained(workload) for weight in unit.weights if not share.divides(weight)):
+        twice = mesh.pp > 1 and workload.model.tied_embeddings and weight == w_embed
+        size += math.prod(weight.shape(workload.model)) * (2 if twice else 1)
+    return 2 * (mesh.tp - 1) * size * DTYPE_BYTES[workload.dtype] if workload.backward else 0
+
+
+class Replicated:
+    """Every rank has every weight, or its share of it; each gradient is summed by an all-reduce of its own, once it is
+    there, and left.
+    """
+
+    def __init__(
+        self,
+        b: ProgramBuilder,
+        over: tuple[Communicator, ...],
+        own: tuple[Unit, ...],
+        group: Communicator | None = None,
+    ) -> None:
+        """``own`` are the units that a rank has: those of its stage of the model; ``group`` are the ranks that have
+        shares of weights.
+        """
+        self._b, self._over, self._group = b, over, group
         self._weights = {unit: b.call(unit.name, unit.layer, partial(self._of, unit)) for unit in own}
 
     def _of(self, unit: Unit) -> Values:
@@ -80,6 +113,7 @@ class Replicated:
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
+        sum_over_group(self._b, self._group, gradient, view)
         for over in self._over:
             self._b.add(AllReduce(label=f"reduce {gradient.name}", communicator=over.name, view=view))
         self._b.output_of(gradient, gradient.rows(self._b.workload.model), view)
@@ -102,7 +136,9 @@ class Replicated:
         """See Params: gradients are left as they are."""
 
     @staticmethod
-    def reduced_bytes(workload: Workload, ranks: int) -> int:
-        """Return what the all-reduces send, over all ranks: 2 (P-1) bytes per byte of a gradient."""
-        size = sum(math.prod(unit.flat.shape(workload.model)) for unit in trained(workload))
-        return 2 * (ranks - 1) * size * DTYPE_BYTES[workload.dtype] if workload.backward else 0
+    def reduced_bytes(workload: Workload, mesh: Mesh) -> int:
+        """Return what the all-reduces send, over all ranks: 2 (P-1) bytes per byte of a gradient that P ranks have."""
+        share, alike = Share(workload.model, 0, mesh.tp), mesh.size // mesh.tp
+        size = sum(share.size(unit.flat) for unit in trained(workload)) * DTYPE_BYTES[workload.dtype]
+        of_group = alike * summed_over_group_bytes(workload, mesh)
+        return 2 * mesh.tp * (alike - 1) * size + of_group if workload.backward else 0

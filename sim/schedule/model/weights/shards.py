@@ -6,8 +6,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.shares import Share
+from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, trained, units, updated
+from sim.schedule.model.tensor.group import group_of
+from sim.schedule.model.weights.params import summed_over_group_bytes
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
@@ -23,7 +28,9 @@ class Shards(NamedTuple):
     across: Communicator | None = None
     """Those that have the same shards in all replicas, where each replica has shards of all."""
     norm: Communicator | None = None
-    """Sums squares of gradients: all that own different ones, of shards or of stages of a model."""
+    """Sums squares of gradients: all that own different ones, of shards, of shares or of stages of a model."""
+    group: Communicator | None = None
+    """Those that have shares of weights, and own tokens: sums gradients of weights that all of them have whole."""
     ends: Communicator | None = None
     """Sums gradients of weights that are at both ends of a model, where these are on two stages."""
 
@@ -44,7 +51,7 @@ def shards_of(mesh: Mesh, options: LayerOptions, ends: Communicator | None = Non
     hybrid = options.shards == "replica"
     across = mesh.groups("dp")
     axes: tuple[Axis, ...] = ("ring", "ulysses") if hybrid else ("dp", "ring", "ulysses")
-    within, squares = mesh.groups(*axes), mesh.groups("pp", *(axes if _squares_parts(options) else ()))
+    within = mesh.groups(*axes)
     several, gathers = len(within[0]) > 1, options.zero_stage > 0
     weights, gradients = (Communicator(name=name, groups=within) for name in ("weights", "gradients"))
     shared = gathers and options.weight_communicators == "one"
@@ -52,16 +59,20 @@ def shards_of(mesh: Mesh, options: LayerOptions, ends: Communicator | None = Non
         within=weights if several and gathers else None,
         gradients=(weights if shared else gradients) if several else None,
         across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
-        norm=_norm(mesh, weights, squares),
+        norm=_norm(mesh, weights, ("pp", "tp", *(axes if _squares_parts(options) else ()))),
+        group=group_of(mesh),
         ends=ends,
     )
 
 
-def _norm(mesh: Mesh, weights: Communicator, squares: tuple[tuple[int, ...], ...]) -> Communicator | None:
-    """Return what sums the squares of all that own different gradients: of one stage by what gathers its weights."""
-    if len(squares[0]) == 1:
+def _norm(mesh: Mesh, weights: Communicator, axes: tuple[Axis, ...]) -> Communicator | None:
+    """Return what sums the squares of all that own different gradients: of whole weights of one stage by what gathers
+    these.
+    """
+    groups = mesh.groups(*axes)
+    if len(groups[0]) == 1:
         return None
-    return weights if mesh.pp == 1 else Communicator(name="norm", groups=squares)
+    return weights if mesh.tp == mesh.pp == 1 else Communicator(name="norm", groups=groups)
 
 
 def _squares_parts(options: LayerOptions) -> bool:
@@ -70,7 +81,7 @@ def _squares_parts(options: LayerOptions) -> bool:
 
 
 def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
-    """Return what is sent of weights and gradients, over all ranks.
+    """Return what is sent of weights and gradients, over all ranks, each of which has its share of the weights.
 
     (P-1) bytes for each byte that P ranks gather or reduce-scatter, twice that if they reduce it to all. Weights of
     layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
@@ -80,13 +91,13 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
     hybrid, stage = options.shards == "replica", options.zero_stage
-    of_stage = mesh.size // mesh.pp
-    groups, ranks = (mesh.dp, of_stage // mesh.dp) if hybrid else (1, of_stage)
+    alike = mesh.size // mesh.tp // mesh.pp
+    groups, ranks = (mesh.dp, alike // mesh.dp) if hybrid else (1, alike)
     gathers = options.micro_batches if stage == 3 else 1
     sums = options.micro_batches if stage >= 2 and options.sync == "every" else 1
-    total = gathered = 0
+    total, gathered, share = 0, 0, Share(workload.model, 0, mesh.tp)
     for unit in units(workload):
-        (size,) = unit.flat.shape(workload.model)
+        size = share.size(unit.flat)
         size = part_of(size, ranks) * ranks if stage else size
         size *= 2 if unit.name == ROOT.name and mesh.pp > 1 else 1  # stages that have it
         total += 0 if unit.frozen else size
@@ -95,18 +106,22 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     to_owners = _squares_parts(options)
     summed = sums * total * on_wire * (1 if to_owners else 2)
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
-    squared = mesh.pp * (ranks if to_owners else 1)
+    squared = mesh.pp * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
-    return groups * (ranks - 1) * (gathered * own + summed) + across + squares + _of_ends(workload, mesh, options)
+    of_group = alike * options.micro_batches * summed_over_group_bytes(workload, mesh)
+    of_weights = groups * (ranks - 1) * (gathered * own + summed) + across + _of_ends(workload, mesh, options)
+    return mesh.tp * of_weights + squares + of_group
 
 
 def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
-    """Return what two stages send to sum gradients of weights that both have: 2 bytes of each byte that a rank owns."""
+    """Return what two stages send to sum gradients of weights that both have, of one share of them: 2 bytes of each
+    byte that a rank owns.
+    """
     roots = [unit for unit in trained(workload) if unit.name == ROOT.name]
     if mesh.pp == 1 or not roots:
         return 0
-    (size,) = roots[0].flat.shape(workload.model)
-    of_stage = mesh.size // mesh.pp
+    size = Share(workload.model, 0, mesh.tp).size(roots[0].flat)
+    of_stage = mesh.size // mesh.pp // mesh.tp
     copies = of_stage if not _squares_parts(options) else mesh.dp if options.shards == "replica" else 1
     narrow = options.reduce == "model" and options.micro_batches == 1
     return 2 * copies * size * DTYPE_BYTES[workload.dtype if narrow else accumulation_dtype(workload.dtype)]
@@ -118,11 +133,11 @@ def part_of(size: int, parts: int) -> int:
 
 
 def rows_later(
-    workload: Workload, shards: Shards, options: LayerOptions, role: int, owner: int
+    workload: Workload, shards: Shards, options: LayerOptions, share: Share, role: int, owner: int
 ) -> dict[str, int] | None:
     """Return by the tensors of ports how many rows later those are that ``owner`` owns than those that ``role`` does;
     None where its program may differ from that of ``role`` in more: where either owns fewer than others, or takes them
-    from where they lie among all.
+    from where they lie among all, or counts others of its share of weights in norms.
     """
     within = shards.within
     if within is None or options.reduce_to == "all" or len(within.group_of(role)) != len(within.group_of(owner)):
@@ -134,9 +149,17 @@ def rows_later(
         each = part_of(size, parts)
         if (max(here, there) + 1) * each > size:
             return None
+        if len({_counted(share, unit.flat, each, at) for at in (here, there)}) > 1:
+            return None
         rows = each * (there - here)
         for tensor in (*unit.states, unit.working):
             for port in (tensor, updated(tensor)):
                 if later.setdefault(port.name, rows) != rows:
                     return None
     return later
+
+
+def _counted(share: Share, flat: Tensor, each: int, at: int) -> tuple[Span, ...]:
+    """Return which of the elements that a rank owns it counts in norms, the first one being 0."""
+    rows = Span(at * each, (at + 1) * each)
+    return tuple([span.moved(-rows.start) for span in share.counted(flat, rows)])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from functools import cached_property, partial
 
+from msgspec import UNSET
+
+from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Accumulate, AllReduce, Hold, HostSync, Pack, ReduceScatter, SquareSum, Zero
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.scope import Unit, trained, trained_of
 from sim.schedule.model.weights.owned import Owned
-from sim.schedule.model.weights.params import Reduced, Room
+from sim.schedule.model.weights.params import Reduced, Room, sum_over_group
 from sim.schedule.model.write import Values
 from sim.words.workload import DTYPE_BYTES, Dtype
 
@@ -118,6 +121,9 @@ class Summing:
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
+        for weight in unit.weights:
+            if d(weight) in made:
+                sum_over_group(b, self._owned.shards.group, d(weight), made[d(weight)])
         gradients = tuple([made.get(d(weight)) or self._none_of(weight) for weight in unit.weights])
         if self._in_place:
             flat, *buckets = room
@@ -281,13 +287,21 @@ class Summing:
 
     def _square(self, unit: Unit) -> None:
         """Append the sum of squares of what this rank owns of a gradient, or of all of it where it has that; in the
-        order in which a backward pass makes them.
+        order in which a backward pass makes them. Of weights that all ranks of a group have whole the first one counts
+        them (megatron-core 0.16.1 tensor_parallel/layers.py, param_is_not_tensor_parallel_duplicate).
         """
         if not self._squares_it(unit):
             return
-        number = trained(self._b.workload)[::-1].index(unit)
+        b, gradient, label = self._b, self._squared[unit], f"square {unit.name} {unit.layer}"
+        number = trained(b.workload)[::-1].index(unit)
         square = self._squares[number : number + 1]
-        self._b.add(SquareSum(label=f"square {unit.name} {unit.layer}", gradient=self._squared[unit], square=square))
+        rows = Span(0, gradient.shape[0]) if self._to_all else self._owned.rows(unit.flat)[0]
+        counted = b.share.counted(unit.flat, rows)
+        for at, one in enumerate(counted):
+            own = gradient[one.start - rows.start : one.stop - rows.start]
+            b.add(SquareSum(label=label, gradient=own, square=square, adds=True if at else UNSET))
+        if not counted:
+            b.add(Zero(label=label, into=square))
 
     def _squares_it(self, unit: Unit) -> bool:
         """Return whether this rank adds the squares of a unit: of one on two stages the first one does."""

@@ -1,0 +1,127 @@
+"""Which share of each weight a rank of a tensor-parallel group has (arXiv:1909.08053 §3).
+
+What a tensor is divided into (``Tensor.divided``), heads or features of an MLP, falls to the members of a group in
+their order. Weights that are not divided, such as those of norms, each member has as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+
+from sim.base.errors import InputError
+from sim.schedule.ir.masks import ONE, Span
+from sim.schedule.ir.tensors import Tensor
+from sim.words.workload import ModelSpec, Workload
+
+
+class Share(NamedTuple):
+    """What one member of a group has of a model's weights."""
+
+    model: ModelSpec
+    """The whole one."""
+    number: int = 0
+    of: int = 1
+    """How many members the group has."""
+
+    def divides(self, tensor: Tensor) -> bool:
+        """Return whether members have different elements of a weight, or of a flat tensor of weights."""
+        return self.of > 1 and any(part.divided(self.model) is not None for part in tensor.parts or (tensor,))
+
+    def rows(self, tensor: Tensor) -> Span:
+        """Return which rows of a whole weight this member has; of a flat tensor of its own shares all elements."""
+        if tensor.parts:
+            return Span(0, self.size(tensor))
+        return self._along(0, tensor)
+
+    def columns(self, tensor: Tensor) -> Span | None:
+        """Return which columns of a whole weight this member has, None where it has all."""
+        divided = tensor.divided(self.model)
+        return self._along(1, tensor) if self.of > 1 and divided and divided.axis == 1 else None
+
+    def _along(self, axis: int, tensor: Tensor) -> Span:
+        divided, extent = tensor.divided(self.model), tensor.shape(self.model)[axis]
+        if self.of == 1 or divided is None or divided.axis != axis:
+            return Span(0, extent)
+        each = divided.into // self.of * divided.width
+        return Span(self.number * each, (self.number + 1) * each)
+
+    def size(self, tensor: Tensor) -> int:
+        """Return how many elements of a weight, or of a flat tensor of weights, this member has."""
+        return sum(math.prod(part.shape(self.model)) // self._into(part) for part in tensor.parts or (tensor,))
+
+    def _into(self, tensor: Tensor) -> int:
+        return self.of if self.divides(tensor) else 1
+
+    def place(self, tensor: Tensor) -> Span:
+        """Return by which members the elements of a flat tensor of this one's shares are named: by itself, or by the
+        first one where all have the same. Of a weight it is ONE.
+        """
+        return Span(self.number, self.number + 1) if tensor.parts and self.divides(tensor) else ONE
+
+    def elements(self, flat: Tensor, rows: Span) -> list[tuple[Span, Span]]:
+        """Return some rows of a flat tensor of this member's shares with the member by which they are named, for
+        weights that all members have the first one: so each element of the whole weights has one name.
+        """
+        found: list[tuple[Span, Span]] = []
+        ends = [*accumulate(map(self.size, flat.parts))]
+        for start, stop, weight in zip([0, *ends], ends, flat.parts, strict=False):
+            low, high = max(rows.start, start), min(rows.stop, stop)
+            if low < high:
+                whose = self.place(flat) if self.divides(weight) else ONE
+                if found and found[-1][1] == whose:
+                    low = found.pop()[0].start
+                found.append((Span(low, high), whose))
+        return found
+
+    def counted(self, flat: Tensor, rows: Span) -> list[Span]:
+        """Return those of some rows of a flat tensor of this member's shares that are named by it: together members
+        have each element of the whole weights once.
+        """
+        named = [ONE, self.place(flat)] if self.number == 0 else [self.place(flat)] if self.divides(flat) else []
+        return [span for span, whose in self.elements(flat, rows) if whose in named]
+
+
+def num_elements(flat: Tensor, model: ModelSpec) -> int:
+    """Return how many elements the whole weights of a flat tensor have."""
+    return sum(math.prod(part.shape(model)) for part in flat.parts)
+
+
+@lru_cache(maxsize=256)
+def model_of_share(model: ModelSpec, degree: int) -> ModelSpec:
+    """Return what each of so many members has of a model: its share of heads and of features of the MLP. Raises
+    InputError for a degree that does not divide them, and for what is not computed in parts.
+    """
+    if degree == 1:
+        return model
+    counts = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "ffn_dim": model.ffn_dim}
+    for name, count in counts.items():
+        if count % degree:
+            allowed = [n for n in range(1, count + 1) if not any(one % n for one in counts.values())]
+            raise InputError(
+                f"`tp_degree` {degree} does not divide {name} {count} of {model.name}: allowed are "
+                f"{', '.join(map(str, allowed))}"
+            )
+    if refused := _not_in_parts(model):
+        raise InputError(f"`tp_degree` {degree}: {refused} of {model.name} are not computed in parts yet; set it to 1")
+    return msgspec.structs.replace(model, **{name: count // degree for name, count in counts.items()})
+
+
+def _not_in_parts(model: ModelSpec) -> str:
+    """Return what of a model no tensor-parallel schedule computes; empty if there is nothing."""
+    if model.qk_norm:
+        return "norms of q and k"
+    if {"out", "mlp"} & {*(model.biases or ())}:
+        return "biases behind sums over ranks"
+    return "adapters" if model.lora_rank else ""
+
+
+def workload_of_share(workload: Workload, degree: int) -> Workload:
+    """Return a workload of what each of so many members has of its model; raises InputError as ``model_of_share``."""
+    if degree == 1:
+        return workload
+    return msgspec.structs.replace(workload, model=model_of_share(workload.model, degree))

@@ -1,0 +1,1 @@
+"""Layers whose weights are divided over a group of ranks: tensor parallelism."""

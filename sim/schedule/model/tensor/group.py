@@ -1,0 +1,171 @@
+"""The tensor-parallel group of a rank, and what it sends: what is between kernels of tokens and kernels of shares.
+
+Kernels of what is divided have all tokens of the group and a share of the weights; all others have some of the tokens
+and whole weights (sequence parallelism, arXiv:2205.05198 §4.2.2). So tokens are gathered before the former, and what
+these leave, sums that lack the terms of other shares, is summed up and scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import lcm
+from typing import NamedTuple
+
+from sim.base.errors import InputError, LengthError
+from sim.schedule.ir.layout import cut, num_tokens
+from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.ops import Accumulate, AllGather, Copy, ReduceScatter
+from sim.schedule.ir.program import Communicator
+from sim.schedule.ir.shares import Share
+from sim.schedule.ir.tensors import Tensor
+from sim.schedule.ir.views import TOKENS, Split, View
+from sim.schedule.model.equations import Equation
+from sim.schedule.model.write import TokenWriter, Values
+from sim.schedule.write.builder import ProgramBuilder
+from sim.words.mesh import Mesh
+from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload
+
+TENSOR = "tp"
+"""The communicator of tensor-parallel groups."""
+
+
+def group_of(mesh: Mesh) -> Communicator | None:
+    """Return the communicator of the groups of a mesh, None where ranks have whole weights."""
+    return Communicator(name=TENSOR, groups=mesh.groups("tp")) if mesh.tp > 1 else None
+
+
+def share_of(mesh: Mesh, rank: int, model: ModelSpec) -> Share:
+    """Return what a rank has of a model's weights."""
+    return Share(model, mesh.place(rank)["tp"], mesh.tp)
+
+
+def own_tokens(mesh: Mesh, rank: int, every: Tokens, workload: Workload) -> Tokens:
+    """Return which of the tokens of a rank's group are its own; raises LengthError where they do not divide."""
+    count = num_tokens(every)
+    if count % mesh.tp:
+        parts, rest = divmod(workload.seq, count)
+        if rest:
+            raise InputError(
+                f"a rank of the plan has {count} tokens, which `tp_degree` {mesh.tp} does not divide: choose another "
+                f"planner, or set it to 1"
+            )
+        raise LengthError(workload.seq, parts * lcm(2, mesh.tp))
+    each, place = count // mesh.tp, mesh.place(rank)["tp"]
+    return cut(every, place * each, (place + 1) * each)
+
+
+class Group(NamedTuple):
+    """The group of one rank; it writes what is between kernels of shares and of own tokens."""
+
+    over: Communicator
+    every: Tokens
+    """The tokens of the group; a rank's own are a part of them, in the order of its members."""
+
+    def tiling(self, equations: tuple[Equation, ...], rows: TokenWriter) -> Iterator[Tensor]:
+        """See Tiling: kernels of shares take all tokens of the group at once, others all own ones."""
+        model, values = rows.b.workload.model, rows.values
+        wide = [is_divided(one, model) for one in equations]
+        last = {made: at for at, one in enumerate(equations) if wide[at] for made in one.results}
+        of_all: Values = {}
+        """Of all tokens of the group: what is gathered, and sums that lack terms."""
+        for at, equation in enumerate(equations):
+            if not wide[at]:
+                rows.write(equation)
+                yield from equation.results
+                continue
+            for tensor in equation.operands:
+                if is_own(tensor, model) and tensor not in of_all:
+                    of_all[tensor] = self.gathered(rows.b, tensor.later(rows.layer), values[tensor])
+            of_all |= {tensor: view for tensor, view in values.items() if not is_own(tensor, model)}
+            begins = equation.adds and equation.results[0] not in of_all
+            rows._replace(tokens=self.every, values=of_all).write(equation._replace(adds=False) if begins else equation)
+            for tensor in equation.results:
+                if not is_own(tensor, model):
+                    values[tensor] = of_all[tensor]
+                elif last[tensor] == at:
+                    self.add(rows, tensor, of_all.pop(tensor))
+                else:
+                    continue
+                yield tensor
+
+    def spread(self, rows: TokenWriter, tensors: tuple[Tensor, ...]) -> Values:
+        """Return the values of all tokens of the group: some tensors, having gathered them, what is divided, and all
+        weights.
+        """
+        b, model = rows.b, rows.b.workload.model
+        found = {tensor: view for tensor, view in rows.values.items() if not is_own(tensor, model)}
+        return found | {one: self.gathered(b, one.later(rows.layer), rows.values[one]) for one in tensors}
+
+    def add(self, rows: TokenWriter, tensor: Tensor, terms: View) -> None:
+        """Append what sums a tensor over the group, own tokens of it, and adds it to what is there of it already."""
+        summed = self.scattered(rows.b, tensor.later(rows.layer), terms)
+        if tensor in rows.values:
+            rows.b.add(Accumulate(label=f"add {tensor.name}", source=summed, into=rows.values[tensor]))
+        else:
+            rows.values[tensor] = summed
+
+    def gathered(self, b: ProgramBuilder, tensor: Tensor, own: View) -> View:
+        """Append what brings all tokens of a tensor here; return them. Where there are several sequences they arrive
+        by members, and are copied, as torch's all-gather along another dimension than the first does it
+        (torch/distributed/_functional_collectives.py, all_gather_tensor).
+        """
+        whole, arrived = self._whole(b, tensor, own)
+        b.add(AllGather(label=f"gather {tensor.name}", communicator=self.over.name, send=own, recvs=arrived))
+        if arrived.view != whole.view:
+            b.add(Copy(label=f"order {tensor.name}", source=arrived, target=whole))
+        return whole.view
+
+    def scattered(self, b: ProgramBuilder, tensor: Tensor, terms: View) -> View:
+        """Append what sums up a tensor over the group; return own tokens of it."""
+        own = b.new(tensor, terms.shape[TOKENS] // len(self.over.groups[0]))
+        whole, sent = Split(terms, TOKENS, len(self.over.groups[0])), Split(terms, TOKENS, len(self.over.groups[0]))
+        if not b.parts_are_contiguous(sent):
+            sent = self._by_member(b, tensor, own)
+            b.add(Copy(label=f"order {tensor.name}", source=whole, target=sent))
+        b.add(ReduceScatter(label=f"sum {tensor.name}", communicator=self.over.name, sends=sent, recv=own))
+        return own
+
+    def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
+        """Return where all tokens of a tensor are to be, and where they arrive."""
+        size, (batch, tokens, *inner) = len(self.over.groups[0]), own.shape
+        shape = (batch, tokens * size, *inner)
+        view = b.buffer(tensor.name, tensor.dims, shape, b.dtype(own), "communication", layer=tensor.layer)
+        whole = Split(view, TOKENS, size)
+        return whole, whole if b.parts_are_contiguous(whole) else self._by_member(b, tensor, own)
+
+    def _by_member(self, b: ProgramBuilder, tensor: Tensor, own: View) -> Split:
+        """Return a new buffer in which the tokens of each member lie in one piece."""
+        size, (batch, *rest) = len(self.over.groups[0]), own.shape
+        name = f"{tensor.name} by member"
+        view = b.buffer(name, tensor.dims, (size * batch, *rest), b.dtype(own), "communication", layer=tensor.layer)
+        return Split(view, 0, size)
+
+
+def is_divided(equation: Equation, model: ModelSpec) -> bool:
+    """Return whether an equation is of heads or features that are divided: then its kernel has all tokens."""
+    return any(one.divided(model) for one in (*equation.operands, *equation.results))
+
+
+def is_own(tensor: Tensor, model: ModelSpec) -> bool:
+    """Return whether ranks have whole features of own tokens of a tensor."""
+    return not (tensor.of_weight or tensor.divided(model))
+
+
+def moved_features(equations: Iterable[Equation], model: ModelSpec) -> int:
+    """Return how many features of each token are gathered before some equations, and scattered behind them: each tensor
+    once, however many of them read it or add to it.
+    """
+    wide = [one for one in equations if is_divided(one, model)]
+    given = {tensor for one in wide for tensor in one.operands if is_own(tensor, model)}
+    made = {tensor for one in wide for tensor in one.results if is_own(tensor, model)}
+    return sum(tensor.shape(model)[0] for tensor in (*given, *made))
+
+
+def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equation]]) -> int:
+    """Return what all members of groups over the whole sequence send for equations, those that are written together in
+    one list: (T-1) B S E elements for each collective (arXiv:2205.05198 §4.2.2).
+    """
+    if size == 1:
+        return 0
+    features = sum(moved_features(equations, workload.model) for equations in written)
+    return (size - 1) * features * workload.batch * workload.seq * DTYPE_BYTES[workload.dtype]
