@@ -27,7 +27,7 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter, one_stage
-from sim.schedule.model.tensor.group import Group, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tensor.group import Group, ends_bytes, group_of, own_tokens, sent_bytes, share_of
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Replicated
@@ -147,8 +147,8 @@ def build_around(
         def ends() -> tuple[Entry, Exit]:
             if not step:
                 return FromOutside(b, tokens, block.x), ToOutside(b, tokens, block.x)
-            head = Loss(b, tokens, params, whole, options.loss, options.modules)
-            return Embedding(b, tokens, params, whole, head), head
+            head = Loss(b, tokens, params, tiling, options.loss, options.modules, its_group)
+            return Embedding(b, tokens, params, tiling, head, its_group), head
 
         count, waits = options.micro_batches, options.host_waits == "micro-batch"
         chunks = {0: Chunk(layers_of(of_share), ends)}
@@ -166,6 +166,11 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
         raise InputError(
             f"`tp_degree` {mesh.tp} divides the weights of layers, and scope 'attention' has none: set it to 1, or "
             f"set `scope` layer or step"
+        )
+    if mesh.tp > 1 and options.loss == "torch":
+        raise InputError(
+            f"`set` schedule.loss=torch is of logits of all of the vocabulary, and `tp_degree` {mesh.tp} divides it: "
+            f"allowed are whole, chunked and unfused"
         )
     if options.activations != "hbm" and not layers:
         raise InputError(
@@ -212,8 +217,9 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerO
         mesh.tp * dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
-    of_group = sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0
-    wire_bytes = sent + dp * layers * (mesh.tp * laid_out + of_group)
+    of_group = layers * sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0
+    of_group += ends_bytes(workload, mesh.tp, options) if step else 0
+    wire_bytes = sent + dp * (layers * mesh.tp * laid_out + of_group)
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
     of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh)
