@@ -76,7 +76,8 @@ class Groups:
             return lambda: [_reduce_scatter(out, whole, group=group, async_op=True)]
         if isinstance(op, AllReduce):
             both = storage.read(op.view)
-            return lambda: [dist.all_reduce(both, group=group, async_op=True)]
+            by = dist.ReduceOp.MAX if op.largest else dist.ReduceOp.SUM
+            return lambda: [dist.all_reduce(both, op=by, group=group, async_op=True)]
         if isinstance(op, Barrier):
             return lambda: [dist.barrier(group=group, async_op=True)]
         assert_never(op)

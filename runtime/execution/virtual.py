@@ -20,6 +20,7 @@ from runtime.execution.verify import Outputs
 from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.matching import Key, describe
 from sim.schedule.ir.ops import (
+    AllReduce,
     Attend,
     AttendBackward,
     Collective,
@@ -204,7 +205,8 @@ class _VirtualCluster:
             if isinstance(op.taken, Split):
                 storage.write(op.taken.view).copy_(torch.cat(parts, dim=op.taken.dim))
             elif op.taken is not None:
-                storage.write(op.taken).copy_(torch.stack(parts).sum(dim=0))
+                largest, stacked = isinstance(op, AllReduce) and op.largest, torch.stack(parts)
+                storage.write(op.taken).copy_(stacked.amax(dim=0) if largest else stacked.sum(dim=0))
         for member in members:
             self._end(member)
 

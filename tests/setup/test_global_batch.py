@@ -41,6 +41,9 @@ def test_a_number_counts_sequences_and_a_unit_tokens(said: int | str, sequences:
         ({"gpus": 16, "ulysses_degree": 4, "pp_degree": 2, "global_batch": 8}, (16, 2, 4)),
         ({"ulysses_degree": 4, "pp_degree": 2, "global_batch": 8}, (8, 1, 8)),
         ({"gpus": 2, "documents": (3072, 1024), "global_batch": "12K"}, (2, 1, 3)),
+        ({"gpus": 8, "tp_degree": 2, "ulysses_degree": 2, "global_batch": 6}, (8, 2, 3)),
+        ({"cp": 2, "tp_degree": 2, "gpus": 8, "global_batch": 6}, (8, 2, 3)),
+        ({"schedule": "single", "tp_degree": 2, "gpus": 8, "global_batch": 16}, (8, 4, 4)),
     ],
 )
 def test_degrees_say_how_many_replicas_share_it(fields: dict[str, object], spelled: tuple[int, int, int]) -> None:

@@ -8,27 +8,24 @@ where that can be; the names say so. What they hold beside their operands meanwh
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import NamedTuple, assert_never
 
 import torch
 from msgspec import UNSET
 
+from runtime.execution.ops.matrices import matrices
+from runtime.execution.ops.vocabulary import run_end_kernel
 from runtime.execution.tensors import Rotations, Storage
-from sim.schedule.derive.workspace import LOSS_ROWS
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import (
-    NO_LABEL,
     BiasedGemm,
-    CrossEntropy,
     EagerGeGlu,
     EagerGeGluBackward,
     EagerNorm,
     EagerNormBackward,
     EagerSwiGlu,
     EagerSwiGluBackward,
-    Embed,
-    EmbedBackward,
+    EndKernel,
     GeGlu,
     GeGluBackward,
     Gelu,
@@ -65,10 +62,8 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
         return found.name
     if isinstance(op, EagerNorm | EagerNormBackward):
         return _run_eager_norm(op, given, storage)
-    if isinstance(op, EmbedBackward):
-        dout, ids = given
-        storage.put(op.dtable, torch.ops.aten.embedding_dense_backward(dout, ids, op.dtable.shape[0], -1, False))
-        return "aten embedding dense backward"
+    if isinstance(op, EndKernel):
+        return run_end_kernel(op, storage)
     results = [storage.write(view) for view in op.writes]
     if isinstance(op, Gemm):
         bias = given[2] if isinstance(op, BiasedGemm) else None
@@ -84,12 +79,6 @@ def run_token_kernel(op: TokenKernel, storage: Storage) -> str:
     if isinstance(op, Scale):
         torch.mul(given[0], op.factor, out=results[0])
         return "aten mul"
-    if isinstance(op, CrossEntropy):
-        bent = (op.scale or 1.0, op.softcap or None)
-        return cross_entropy(results[0], given[1], results[1], op.count, *bent, eager=op.eager is True)
-    if isinstance(op, Embed):
-        torch.index_select(given[0], 0, given[1].view(-1), out=_matrix(results[0]))
-        return "aten index_select"
     assert_never(op)
 
 
@@ -151,7 +140,7 @@ def gemm(
     tokens of each sequence do not lie in one piece, there is a product for each sequence, and no copy.
     """
     sides = {"nn": (a, out), "nt": (a, out), "tn": (a, b)}[form]
-    products = _matrices(*sides)
+    products = matrices(*sides)
     for number, (left, other) in enumerate(products):
         if form == "tn":
             left, right, into = left.T, other, out  # noqa: PLW2901 - of the three forms
@@ -166,21 +155,6 @@ def gemm(
             torch.mm(left, right, out=into)
     name = "aten addmm" if bias is not None else "aten addmm_" if accumulate else "aten mm"
     return name if len(products) == 1 else f"{name}, {len(products)} sequences apart"
-
-
-def _matrix(tokens: Tensor) -> Tensor:
-    """Return (B, S, …) as (B * S, …) without a copy."""
-    return tokens.view(tokens.shape[0] * tokens.shape[1], -1)
-
-
-def _matrices(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return tensors (B, S, …) as matrices (B * S, …) without a copy, or of each sequence (S, …), where those of one of
-    them do not follow each other in memory: where it is a chunk of the tokens of several.
-    """
-    batch = tensors[0].shape[0]
-    if batch == 1 or all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in tensors):
-        return [tuple(map(_matrix, tensors))]
-    return [tuple(_matrix(tensor[at : at + 1]) for tensor in tensors) for at in range(batch)]
 
 
 class Normed(NamedTuple):
@@ -288,45 +262,6 @@ def _tables(
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = (positions[:, None] * frequencies).unsqueeze(1)
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-
-
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    loss: Tensor,
-    count: int,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    *,
-    eager: bool = False,
-) -> str:
-    """Fill loss (B, S), and put in place of logits (B, S, V) the gradient of its mean over ``count`` tokens, some rows
-    at a time; or, eager, of all rows at once by the derivatives that autograd would run.
-    """
-    pieces = _matrices(logits, labels, loss)
-    size = labels.numel() if eager else LOSS_ROWS
-    rows = (zip(*(of.split(size) for of in piece), strict=True) for piece in pieces)
-    for row, label, out in chain.from_iterable(rows):
-        label, out = label.squeeze(-1), out.squeeze(-1)  # noqa: PLW2901 - matrices of one column
-        has = label != NO_LABEL
-        index = label.clamp(min=0).unsqueeze(-1)
-        row = row if scale == 1 else row.mul_(scale)  # noqa: PLW2901 - the same rows
-        bent = row if softcap is None else row.div_(softcap).tanh_() * softcap
-        found = torch.log_softmax(bent, dim=-1, dtype=loss.dtype)
-        torch.mul(found.gather(-1, index).squeeze(-1), has, out=out).neg_()
-        if eager:
-            of_found = torch.zeros_like(found).scatter_(-1, index, -1.0)
-            gradient = torch.ops.aten._log_softmax_backward_data(of_found, found, -1, found.dtype)  # noqa: SLF001
-            del of_found
-        else:
-            gradient = found.exp_().scatter_add_(-1, index, found.new_full(index.shape, -1.0))
-        if softcap is not None:
-            gradient.mul_(row.square_().neg_().add_(1))
-        gradient = gradient if scale == 1 else gradient.mul_(scale)
-        row.copy_(gradient.mul_(has.to(loss.dtype).div_(count).unsqueeze(-1)))
-        del bent, found, gradient, has, index  # or they outlive the next ones' making
-    how = "zeros, scatter, log_softmax_backward" if eager else "exp, scatter_add, 2 mul"
-    return f"eager cross-entropy in place (log_softmax, gather, {how}, div)"
 
 
 class _Activation(NamedTuple):

@@ -35,7 +35,11 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         merge(storage.read(op.out), storage.read(op.lse), storage.read(op.into_out), storage.read(op.into_lse))
         return "eager merge"
     if isinstance(op, ops.Accumulate):
-        storage.read(op.into).add_(storage.read(op.source))
+        into, source = storage.read(op.into), storage.read(op.source)
+        if op.largest:
+            torch.maximum(into, source, out=into)
+            return "aten maximum"
+        into.add_(source)
         return "aten add_"
     if isinstance(op, ops.Zero):
         storage.write(op.into).zero_()

@@ -72,6 +72,8 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         capped = DTYPE_BYTES[program.dtype(op.logits)] if op.softcap else 0
         copies = 3 if op.eager else 1 + casts
         return rows * (op.logits.shape[2] * (wide * copies + capped) + of_label)
+    if isinstance(op, ops.LogitKernel):
+        return _of_share_of_logits(op, program)
     if isinstance(op, ops.TiledKernel):
         given = len(op.reads) + len(op.writes)
         return max(held_bytes(tile.program, given) for tile in tiles(op, program))
@@ -80,6 +82,17 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
     if isinstance(op, ops.AdamW):
         return program.nbytes(op.gradient) + DTYPE_BYTES[program.dtype(op.squares)]  # as clipped, and its factor
     assert_never(op)
+
+
+def _of_share_of_logits(op: ops.LogitKernel, program: Program) -> int:
+    """Return what a kernel of a share of the vocabulary holds: of some rows a copy of the logits in the data type of
+    sums, where they are bent by tanh its derivative, too, and by row what says where the label's logit is.
+    """
+    rows = min(LOSS_ROWS, math.prod(op.logits.shape[:2]))
+    wide, columns = DTYPE_BYTES[program.dtype(op.writes[-1])], op.logits.shape[2]
+    copies = 2 if op.softcap and isinstance(op, ops.LogitLoss) else 1
+    of_row = 0 if isinstance(op, ops.LargestLogit) else 8 + 2 * wide
+    return rows * (columns * wide * copies + of_row)
 
 
 REPEATING = ("aten-cudnn", "aten-efficient")

@@ -233,11 +233,12 @@ class Merge(_Kernel, frozen=True, kw_only=True):
 
 
 class Accumulate(_Kernel, frozen=True, kw_only=True):
-    """into += source, in its data type or wider."""
+    """into += source, in its data type or wider; or the larger one of each element."""
 
     meta = Meta("+", "accumulate", "merge, accumulate", "accumulate", 1)
     source: Annotated[View, In("...")]
     into: Annotated[View, InOut("...", "alike or wide")]
+    largest: Literal[True] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Zero(_Kernel, frozen=True, kw_only=True):
@@ -568,12 +569,16 @@ class TiledMlpBackward(_Kernel, frozen=True, kw_only=True):
 
 
 class Embed(_Kernel, frozen=True, kw_only=True):
-    """out = the rows of a table (V, E) that token ids (B, S) name."""
+    """out = the rows of a table (V, E) that token ids (B, S) name; of a share of its rows zeros where an id names none
+    of them (Megatron-LM core/tensor_parallel/layers.py, VocabParallelEmbedding).
+    """
 
     meta = Meta("e", "embed", "other", "embedding")
     table: Annotated[View, In("io")]
     ids: Annotated[View, In("bs", "int64", contiguous=True)]
     out: Annotated[View, Out("bs*o", contiguous=True)]
+    first: int | msgspec.UnsetType = msgspec.UNSET
+    """The id of the table's first row, where that is a share."""
 
 
 class EmbedBackward(_Kernel, frozen=True, kw_only=True):
@@ -583,6 +588,8 @@ class EmbedBackward(_Kernel, frozen=True, kw_only=True):
     dout: Annotated[View, In("bs*o")]
     ids: Annotated[View, In("bs", "int64")]
     dtable: Annotated[View, Out("io")]
+    first: int | msgspec.UnsetType = msgspec.UNSET
+    """As in Embed."""
 
 
 class CrossEntropy(_Kernel, frozen=True, kw_only=True):
@@ -604,6 +611,62 @@ class CrossEntropy(_Kernel, frozen=True, kw_only=True):
     eager: bool | msgspec.UnsetType = msgspec.UNSET
     """By torch's ops and their derivatives, of all tokens at once, where it is set: a cast, log_softmax, the gradient
     of its output, that of its input, and a cast back."""
+
+
+class LargestLogit(_Kernel, frozen=True, kw_only=True):
+    """top (B, S) = the largest of the logits (B, S, V/T) of a share of the vocabulary, in the accumulation data type.
+
+    This and the next two, with what sums up top, sums and target over all shares between them, are a cross-entropy of
+    logits that are divided by columns (Megatron-LM core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy).
+    """
+
+    meta = Meta("^", "largest logit", "other", "largest_logit", 1)
+    logits: Annotated[View, In("bse")]
+    top: Annotated[View, Out("bs", "wide")]
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """As in CrossEntropy."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
+    """As in CrossEntropy."""
+
+
+class ExpSum(_Kernel, frozen=True, kw_only=True):
+    """sums (B, S) = sum(exp(logits - top)) over a share of the vocabulary; target (B, S) = the logit of the label less
+    top, 0 where the label is of another share or none.
+    """
+
+    meta = Meta("%", "sum of exponentials", "other", "exp_sum", 3)
+    logits: Annotated[View, In("bse")]
+    top: Annotated[View, In("bs", "wide")]
+    labels: Annotated[View, In("bs", "int64")]
+    sums: Annotated[View, Out("bs", "wide")]
+    target: Annotated[View, Out("bs", "wide")]
+    first: int
+    """The id of the share's first logit."""
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """As in CrossEntropy."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
+    """As in CrossEntropy."""
+
+
+class LogitLoss(_Kernel, frozen=True, kw_only=True):
+    """loss (B, S) = log(sums) - target; in place of a share of the logits the gradient of its mean over ``count``
+    tokens. Tokens with label ``NO_LABEL`` have neither.
+    """
+
+    meta = Meta("$", "loss of logits", "other", "logit_loss", 4)
+    logits: Annotated[View, InOut("bse")]
+    top: Annotated[View, In("bs", "wide")]
+    sums: Annotated[View, In("bs", "wide")]
+    target: Annotated[View, In("bs", "wide")]
+    labels: Annotated[View, In("bs", "int64")]
+    loss: Annotated[View, Out("bs", "wide")]
+    count: int
+    first: int
+    """As in ExpSum."""
+    scale: float | msgspec.UnsetType = msgspec.UNSET
+    """As in CrossEntropy."""
+    softcap: float | msgspec.UnsetType = msgspec.UNSET
+    """As in CrossEntropy."""
 
 
 class Unpack(_Kernel, frozen=True, kw_only=True):
@@ -717,11 +780,12 @@ class ReduceScatter(_Collective, frozen=True, kw_only=True):
 
 
 class AllReduce(_Collective, frozen=True, kw_only=True):
-    """view = sum of the members' views, in place."""
+    """view = sum of the members' views, in place; or the largest of each element."""
 
     meta = Meta("S", "all-reduce", "transfer")
     name = "all_reduce"
     view: Annotated[View, InOut()]
+    largest: Literal[True] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Barrier(_Collective, frozen=True, kw_only=True):
@@ -774,7 +838,9 @@ Collective: TypeAlias = AllToAll | AllGather | ReduceScatter | AllReduce | Barri
 Communication: TypeAlias = Exchange | Collective
 AttentionKernel: TypeAlias = Attend | AttendBackward | Delta | Merge
 LinearKernel: TypeAlias = LinearAttend | LinearAttendBackward | StateSum | StateProduct
-EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy
+LogitKernel: TypeAlias = LargestLogit | ExpSum | LogitLoss
+"""The cross-entropy of a share of the vocabulary."""
+EndKernel: TypeAlias = Embed | EmbedBackward | CrossEntropy | LogitKernel
 """What stands at both ends of the layers."""
 EagerNormKernel: TypeAlias = EagerNorm | EagerNormBackward | EagerHeadNorm | EagerHeadNormBackward
 NormKernel: TypeAlias = RmsNorm | RmsNormBackward | HeadNorm | HeadNormBackward | EagerNormKernel

@@ -1,7 +1,7 @@
 """Which share of each weight a rank of a tensor-parallel group has (arXiv:1909.08053 §3).
 
-What a tensor is divided into (``Tensor.divided``), heads or features of an MLP, falls to the members of a group in
-their order. Weights that are not divided, such as those of norms, each member has as a whole.
+What a tensor is divided into (``Tensor.divided``), heads, features of an MLP or the vocabulary, falls to the members of
+a group in their order. Weights that are not divided, such as those of norms, each member has as a whole.
 """
 
 from __future__ import annotations
@@ -57,6 +57,12 @@ class Share(NamedTuple):
     def _into(self, tensor: Tensor) -> int:
         return self.of if self.divides(tensor) else 1
 
+    @property
+    def vocabulary(self) -> Span:
+        """The ids whose rows of the embedding, and whose logits, this member has."""
+        each = self.model.vocab_size // self.of
+        return Span(self.number * each, (self.number + 1) * each)
+
     def place(self, tensor: Tensor) -> Span:
         """Return by which members the elements of a flat tensor of this one's shares are named: by itself, or by the
         first one where all have the same. Of a weight it is ONE.
@@ -93,22 +99,27 @@ def num_elements(flat: Tensor, model: ModelSpec) -> int:
 
 @lru_cache(maxsize=256)
 def model_of_share(model: ModelSpec, degree: int) -> ModelSpec:
-    """Return what each of so many members has of a model: its share of heads and of features of the MLP. Raises
-    InputError for a degree that does not divide them, and for what is not computed in parts.
+    """Return what each of so many members has of a model: its share of heads, of features of the MLP and of the
+    vocabulary. Raises InputError for a degree that does not divide them, and for what is not computed in parts.
     """
     if degree == 1:
         return model
-    counts = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "ffn_dim": model.ffn_dim}
+    counts = {name: getattr(model, name) for name in _SHARED_OUT}
     for name, count in counts.items():
         if count % degree:
-            allowed = [n for n in range(1, count + 1) if not any(one % n for one in counts.values())]
+            allowed = [n for n in range(1, model.num_kv_heads + 1) if not any(one % n for one in counts.values())]
+            padded = f"; or `set` model.{name}={-(-count // degree) * degree}" if name == "vocab_size" else ""
             raise InputError(
                 f"`tp_degree` {degree} does not divide {name} {count} of {model.name}: allowed are "
-                f"{', '.join(map(str, allowed))}"
+                f"{', '.join(map(str, allowed))}{padded}"
             )
     if refused := _not_in_parts(model):
         raise InputError(f"`tp_degree` {degree}: {refused} of {model.name} are not computed in parts yet; set it to 1")
     return msgspec.structs.replace(model, **{name: count // degree for name, count in counts.items()})
+
+
+_SHARED_OUT = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
+"""What of a model each member has a share of."""
 
 
 def _not_in_parts(model: ModelSpec) -> str:

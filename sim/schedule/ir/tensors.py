@@ -19,8 +19,8 @@ Axis = Literal["embed", "ffn", "heads", "kv_heads", "head_dim", "num_heads", "nu
 
 
 class Divided(NamedTuple):
-    """What a tensor falls into along one of its axes, where kernels or ranks may have some of it: heads, or features
-    between the products of an MLP.
+    """What a tensor falls into along one of its axes, where kernels or ranks may have some of it: heads, features
+    between the products of an MLP, or the vocabulary.
     """
 
     axis: int
@@ -107,7 +107,7 @@ def _shape(tensor: Tensor, model: ModelSpec) -> tuple[int, ...]:
 def _divided(tensor: Tensor, model: ModelSpec) -> Divided | None:
     if heads := tensor.heads(model):
         return Divided(0, heads, 1)
-    widths = {"heads": model.head_dim, "kv_heads": model.head_dim, "ffn": 1}
+    widths = {"heads": model.head_dim, "kv_heads": model.head_dim, "ffn": 1, "vocab": 1}
     for number, axis in enumerate(tensor.axes):
         if axis in widths:
             return Divided(number, tensor.shape(model)[number] // widths[axis], widths[axis])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Literal
 
 import msgspec
 
@@ -117,7 +118,7 @@ class _Recorder(Interpreter):
                     self._copy(source, self._moved(rank, op.taken.part(number)), op.part, label)
             elif isinstance(op, ops.AllReduce):
                 if place == 0:
-                    self._add(parts[1:], parts[0], op.part, label)
+                    self._add(parts[1:], parts[0], op.part, label, op.largest)
                 else:
                     self._copy(parts[0], parts[place], op.part, label)
             elif op.taken is not None:
@@ -131,6 +132,13 @@ class _Recorder(Interpreter):
         whole = (Split(source, 0, 1), Split(target, 0, 1))
         self._ops.append(ops.Copy(part=part, label=label, source=whole[0], target=whole[1]))
 
-    def _add(self, sources: list[View], into: View, part: ops.Part, label: str) -> None:
+    def _add(
+        self,
+        sources: list[View],
+        into: View,
+        part: ops.Part,
+        label: str,
+        largest: Literal[True] | msgspec.UnsetType = msgspec.UNSET,
+    ) -> None:
         for source in sources:
-            self._ops.append(ops.Accumulate(part=part, label=label, source=source, into=into))
+            self._ops.append(ops.Accumulate(part=part, label=label, source=source, into=into, largest=largest))

@@ -7,7 +7,17 @@ from typing import NamedTuple
 
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.block import x
-from sim.schedule.model.equations import Equation, back, cross_entropy, eagerly, embed, linear, norm, scaled
+from sim.schedule.model.equations import (
+    Equation,
+    back,
+    cross_entropy,
+    cross_entropy_by_shares,
+    eagerly,
+    embed,
+    linear,
+    norm,
+    scaled,
+)
 from sim.words.options import ModulesName
 from sim.words.workload import ModelSpec
 
@@ -22,6 +32,10 @@ embedded = embed(ids, w_embed, x)
 normed = norm(x, norm_last, h, rstd)
 to_logits, to_tied_logits = linear(h, w_head, logits), linear(h, w_embed, logits, transposed=True)
 scored = cross_entropy(logits, labels, loss)
+
+top, sums, target = (Tensor(name, "activation", numbers="accumulation") for name in ("top", "sums", "target"))
+SCORED_BY_SHARES = cross_entropy_by_shares(logits, (top, sums, target), labels, loss)
+"""What is scored of a share of the vocabulary; between them all shares' are summed up, of ``top`` the largest taken."""
 
 embedding_raw = Tensor("embedding_raw", "activation", ("embed",))
 

@@ -19,6 +19,7 @@ from sim.schedule.ir.ops import (
     EagerSwiGluBackward,
     Embed,
     EmbedBackward,
+    ExpSum,
     GeGlu,
     GeGluBackward,
     Gelu,
@@ -26,6 +27,8 @@ from sim.schedule.ir.ops import (
     Gemm,
     HeadNorm,
     HeadNormBackward,
+    LargestLogit,
+    LogitLoss,
     RmsNorm,
     RmsNormBackward,
     Rope,
@@ -218,6 +221,20 @@ def embed(ids: Tensor, table: Tensor, out: Tensor, *, frozen: bool = False) -> E
 def cross_entropy(logits: Tensor, labels: Tensor, loss: Tensor) -> Equation:
     """Return loss = the cross-entropy of each token; the gradient of the logits takes their place at once."""
     return Equation(CrossEntropy, loss.name, (logits, labels), (d(logits), loss))
+
+
+def cross_entropy_by_shares(
+    logits: Tensor, sums: tuple[Tensor, Tensor, Tensor], labels: Tensor, loss: Tensor
+) -> tuple[Equation, Equation, Equation]:
+    """Return the same of a share of the vocabulary: the largest of its logits; the sum of their exponentials, and what
+    is there of the label's; loss and gradient, of those of all shares.
+    """
+    top, exponentials, target = sums
+    return (
+        Equation(LargestLogit, f"largest {logits.name}", (logits,), (top,)),
+        Equation(ExpSum, f"exponentials of {logits.name}", (logits, top, labels), (exponentials, target)),
+        Equation(LogitLoss, loss.name, (logits, *sums, labels), (d(logits), loss)),
+    )
 
 
 def by_torch(scored: Equation) -> Equation:

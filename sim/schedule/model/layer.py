@@ -30,7 +30,7 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
-from sim.schedule.model.tensor.group import Group, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tensor.group import Group, ends_bytes, group_of, own_tokens, sent_bytes, share_of
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Params, Replicated
@@ -134,6 +134,11 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
             f"`tp_degree` {mesh.tp} divides the weights of layers, and scope 'attention' has none: set it to 1, or "
             f"set `scope` layer or step"
         )
+    if mesh.tp > 1 and options.loss == "torch":
+        raise InputError(
+            f"`set` schedule.loss=torch is of logits of all of the vocabulary, and `tp_degree` {mesh.tp} divides it: "
+            f"allowed are whole, chunked and unfused"
+        )
     if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "
@@ -214,26 +219,27 @@ class _Ranks:
             attention = plan.attention(b)
             kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
         b.workload = workload
-        chunks = self._chunks(b, tokens, params, layers)
+        chunks = self._chunks(b, tokens, params, layers, group)
         waits = options.host_waits == "micro-batch"
         writer = StepWriter(b, chunks, tuple(kinds), params, options.micro_batches, waits, options.rotary_table)
         return writer.program(stages.items(stage))
 
     def _chunks(
-        self, b: ProgramBuilder, tokens: Tokens, params: Params, layers: Mapping[int, range]
+        self, b: ProgramBuilder, tokens: Tokens, params: Params, layers: Mapping[int, range], group: Group | None
     ) -> dict[int, Chunk]:
         """Return the chunks of a rank by number, each of some layers, with what these stand between."""
         of_layers, x = layers_of(self.workload), self.blocks[0].x
         if self.workload.scope != "step":
             return {0: Chunk(of_layers, lambda: (FromOutside(b, tokens, x), ToOutside(b, tokens, x)))}
         options, stages, found = self.options, self.stages, dict[int, Chunk]()
+        tiling: Tiling = group.tiling if group else whole
         borders, (first, last) = stages.borders(b, tokens, x), ends_of(self.workload)
 
         def ends(number: int) -> tuple[Entry, Exit]:
             alone, head = not stages.is_last(0), None
             if stages.is_last(number):
-                head = Loss(b, tokens, params, whole, options.loss, options.modules, alone=alone)
-            entry = borders.before(number) if number else Embedding(b, tokens, params, whole, head)
+                head = Loss(b, tokens, params, tiling, options.loss, options.modules, group, alone=alone)
+            entry = borders.before(number) if number else Embedding(b, tokens, params, tiling, head, group)
             return entry, head or borders.behind(number)
 
         for number, its in layers.items():
@@ -270,8 +276,9 @@ def _claims(
         mesh.tp * dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
-    of_group = sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0
-    wire_bytes = sent + dp * (layers * (mesh.tp * laid_out + of_group) + stages.handed_bytes(workload))
+    of_group = layers * sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0
+    of_group += ends_bytes(workload, mesh.tp, options) if step else 0
+    wire_bytes = sent + dp * (layers * mesh.tp * laid_out + of_group + stages.handed_bytes(workload))
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
     of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh)

@@ -12,6 +12,7 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.block import x
 from sim.schedule.model.ends import (
+    SCORED_BY_SHARES,
     embedding_of,
     h,
     head_of,
@@ -21,10 +22,12 @@ from sim.schedule.model.ends import (
     loss,
     norm_last,
     scored,
+    top,
     w_embed,
 )
 from sim.schedule.model.equations import Equation, back, by_torch
 from sim.schedule.model.scope import ends_of
+from sim.schedule.model.tensor.group import Group
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.weights.params import Params, Reduced, Room
 from sim.schedule.model.write import TokenWriter, Values
@@ -100,8 +103,13 @@ def chunk_of_loss(tokens: int, model: ModelSpec) -> int:
 class _End:
     """What both ends of a training step have."""
 
-    def __init__(self, b: ProgramBuilder, tokens: Tokens, params: Params, tiling: Tiling) -> None:
-        self._b, self._tokens, self._params, self._tiling = b, tokens, params, tiling
+    def __init__(
+        self, b: ProgramBuilder, tokens: Tokens, params: Params, tiling: Tiling, group: Group | None = None
+    ) -> None:
+        """``group`` are the ranks that have shares of the vocabulary, where ranks do not have all of it."""
+        self._b, self._tokens, self._params, self._tiling, self._group = b, tokens, params, tiling, group
+        self._every = group.every if group else tokens
+        """The tokens whose ids and labels a rank has."""
 
     def _written(self, equations: tuple[Equation, ...], layer: int, values: Values) -> Values:
         """Append equations; return all values that are there then."""
@@ -120,11 +128,12 @@ class Loss(_End):
         tiling: Tiling,
         form: LossName,
         modules: ModulesName = "fused",
+        group: Group | None = None,
         *,
         alone: bool = False,
     ) -> None:
         """``alone`` says that the embedding is on another stage."""
-        super().__init__(b, tokens, params, tiling)
+        super().__init__(b, tokens, params, tiling, group)
         first, self._unit = ends_of(b.workload)
         self._hands_over = first == self._unit and not (self._unit.frozen or alone)
         self._head, self._layers = head_of(b.workload.model, modules), b.workload.layers
@@ -143,39 +152,63 @@ class Loss(_End):
     def forward(self, last: View, /) -> None:
         """See Exit."""
         layer = self._layers
-        given = self._b.input_of(labels.later(layer), self._tokens)
+        given = self._b.input_of(labels.later(layer), self._every)
         self._weights = self._params.gather(self._unit)
         self._kept = self._b.call("loss", layer, self._score, last, given, self._weights)
-        self._b.output_of(loss.later(layer), self._tokens, self._kept.pop(loss))
+        losses = self._kept.pop(loss)
+        losses = self._group.own(self._b, losses) if self._group else losses
+        self._b.output_of(loss.later(layer), self._tokens, losses)
 
     def _score(self, last: View, given: View, weights: Values) -> Values:
         if self._chunked:
             return self._score_in_chunks(last, given, weights)
-        norm_and_logits, to_loss = self._head.forward[:-1], self._scored
+        norm_and_logits = self._head.forward[:-1]
         made = self._written(norm_and_logits, self._layers, {x: last, labels: given, **weights})
         if self._unfused:
             made[logits] = self._cast(made[logits], "logits", self._b.sum_dtype)
-        made = self._written(to_loss, self._layers, made)
+        self._to_loss(TokenWriter(self._b, self._layers, self._every, made))
         kept = (*self._head.of_norm, *(() if self._frozen else (h,)), d(logits), loss)
         return {tensor: made[tensor] for tensor in kept}
+
+    def _to_loss(self, rows: TokenWriter) -> None:
+        """Append what makes loss and gradient of logits."""
+        if not self._group:
+            for equation in self._scored:
+                rows.write(equation)
+            return
+        largest, exponentials, scored_by_shares = SCORED_BY_SHARES
+        rows.write(largest)
+        self._group.reduced(rows.b, top, rows.values[top], largest=True)
+        rows.write(exponentials)
+        for tensor in exponentials.results[::-1]:
+            self._group.reduced(rows.b, tensor, rows.values[tensor])
+        rows.write(scored_by_shares)
+        for tensor in (top, *exponentials.results):
+            del rows.values[tensor]
 
     def _score_in_chunks(self, last: View, given: View, weights: Values) -> Values:
         """Append the loss of some tokens at a time, with the gradients of the head, so that no more of the logits is
         held (arXiv:2410.10989 §3.2).
         """
-        b, layer, count = self._b, self._layers, num_tokens(self._tokens)
+        b, layer, count = self._b, self._layers, num_tokens(self._every)
         w_head, to_logits = self._head.weight, self._head.to_logits
         whole = self._written((self._head.normed,), layer, {x: last, **weights})
+        if self._group:
+            whole[h] = self._group.gathered(b, h.later(layer), whole[h])
         whole |= {labels: given, loss: b.new(loss, count), d(h): b.new(d(h), count)}
         size, stop = chunk_of_loss(count, b.workload.model), 0
         while stop < count:
             start, stop = stop, min(stop + size, count)
             rows = {tensor: whole[tensor][:, start:stop] for tensor in (h, labels, loss, d(h))}
             gradient = {d(w_head): whole[d(w_head)]} if d(w_head) in whole else {}
-            chunk = TokenWriter(b, layer, cut(self._tokens, start, stop), {**weights, **rows, **gradient})
-            for equation in (to_logits, scored, *back(to_logits)):
+            chunk = TokenWriter(b, layer, cut(self._every, start, stop), {**weights, **rows, **gradient})
+            chunk.write(to_logits)
+            self._to_loss(chunk)
+            for equation in back(to_logits):
                 chunk.write(equation, adds=bool(gradient) and d(w_head) in equation.results)
             whole |= {} if self._frozen else {d(w_head): chunk.values[d(w_head)]}
+        if self._group:
+            whole[d(h)] = self._group.scattered(b, d(h).later(layer), whole[d(h)])
         kept = (*self._head.of_norm, d(h), *(() if self._frozen else (d(w_head),)), loss)
         return {tensor: whole[tensor] for tensor in kept}
 
@@ -219,12 +252,20 @@ class Embedding(_End):
     added up, as torch's autograd adds them up, before they are handed on.
     """
 
-    def __init__(self, b: ProgramBuilder, tokens: Tokens, params: Params, tiling: Tiling, head: Loss | None) -> None:
+    def __init__(
+        self,
+        b: ProgramBuilder,
+        tokens: Tokens,
+        params: Params,
+        tiling: Tiling,
+        head: Loss | None,
+        group: Group | None = None,
+    ) -> None:
         """``head`` is the one of the same rank, None where that is on another stage."""
-        super().__init__(b, tokens, params, tiling)
+        super().__init__(b, tokens, params, tiling, group)
         self._unit, _ = ends_of(b.workload)
         self._embedding, self._head = embedding_of(b.workload.model), head
-        self._ids = b.input_of(ids, tokens)
+        self._ids = b.input_of(ids, self._every)
 
     def forward(self) -> View:
         """See Entry."""

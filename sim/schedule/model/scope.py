@@ -15,9 +15,12 @@ from sim.schedule.model.ends import (
     FROZEN_HEAD,
     FROZEN_TIED_HEAD,
     HEAD,
+    SCORED_BY_SHARES,
     TIED_HEAD,
     Head,
     embedding_of,
+    h,
+    head_of,
     ids,
     labels,
     loss,
@@ -171,7 +174,7 @@ def equations(model: ModelSpec) -> tuple[Equation, ...]:
     embedding, of_layer = embedding_of(model), block_of(model).equations
     instead = tuple([one for one in block_of(model, None, "eager").equations if one not in of_layer])
     heads = _FROZEN_HEADS if model.is_frozen else _HEADS
-    return (*of_layer, *embedding, *back(*reversed(embedding)), *heads, *instead)
+    return (*of_layer, *embedding, *back(*reversed(embedding)), *heads, *SCORED_BY_SHARES, *instead)
 
 
 def _of_units(kinds: tuple[Unit, ...]) -> dict[str, Tensor]:
@@ -218,10 +221,12 @@ def is_sum(name: str, model: ModelSpec) -> bool:
 
 @lru_cache(maxsize=4096)
 def num_terms(name: str, model: ModelSpec) -> int:
-    """Return how many terms add up to a tensor: of a matrix product over heads, or over features of an MLP, one for
-    each of them.
+    """Return how many terms add up to a tensor: of a matrix product over heads, over features of an MLP or over the
+    vocabulary, one for each of them.
     """
     made = [one for one in block_of(model).equations for tensor in one.results if tensor.name == name]
+    if name == d(h).name:
+        made = [one for one in head_of(model).backward if one.results[0].name == name]
     return sum(_num_summed(one, model) for one in made)
 
 
@@ -242,7 +247,7 @@ def terms_of(number: int, name: str, model: ModelSpec) -> Span:
 
 
 def _num_summed(equation: Equation, model: ModelSpec) -> int:
-    """Return over how many heads or features of an MLP a product of tokens and weights sums, 1 where over none."""
+    """Return over how many heads, features of an MLP or logits a product of tokens sums, else 1."""
     if equation.kind is not Gemm or equation.results[0].of_weight:
         return 1
     divided = equation.operands[0].divided(model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from msgspec import UNSET
+
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of, restarted
@@ -58,6 +60,7 @@ class TokenWriter(NamedTuple):
             "tokens": restarted(self.tokens, mask_of(self.b.workload)),
             "accumulate": adds,
             "count": self.b.replicas * self.b.workload.num_labels,
+            "first": self.b.share.vocabulary.start if self.b.share.of > 1 else UNSET,
         }
         known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}
         self.b.add(kind(label=equation.label, **views, **known, **dict(equation.variant)))

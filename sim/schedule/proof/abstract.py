@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, assert_never
 
 from sim.base.errors import ScheduleError
@@ -19,10 +19,11 @@ from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import CAUSAL, mask_of
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
+from sim.schedule.model.ends import top
 from sim.schedule.model.scope import is_sum, kind_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, union
+from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, is_of_vocabulary, union
 from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
@@ -208,12 +209,16 @@ class AbstractPlayer(Interpreter):
         if len(made) != len(op.writes):
             raise ScheduleError(f"leaves {len(op.writes)} results of {len(made)}: only frozen weights have no gradient")
         for view, pieces in zip(op.writes, made, strict=True):
-            memory.write(view, self.sum_of(into, pieces) if adds else pieces)
+            largest = isinstance(op, ops.Accumulate) and op.largest is True
+            memory.write(view, self.sum_of(into, pieces, largest=largest) if adds else pieces)
 
-    def sum_of(self, a: list[Piece], b: list[Piece]) -> list[Piece]:
-        """Return the sum of two operands of one shape."""
+    def sum_of(self, a: list[Piece], b: list[Piece], *, largest: bool = False) -> list[Piece]:
+        """Return the sum of two operands of one shape, or the larger one of each element."""
         for piece in (*a, *b):
-            if not _adds_up(piece.content.tensor, self._rules.model):
+            if (piece.content.tensor == top.name) != largest:
+                does = "takes the largest of" if largest else "adds up"
+                raise ScheduleError(f"{does} {brief(piece.content)}: what is largest of logits, nothing else, is")
+            if not (_adds_up(piece.content.tensor, self._rules.model) or is_of_vocabulary(piece.content)):
                 raise ScheduleError(
                     f"adds up {brief(piece.content)}: only gradients add up, outputs merge by their lse"
                 )
@@ -248,8 +253,13 @@ class AbstractPlayer(Interpreter):
             if isinstance(op.taken, Split):
                 self.memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
-                summed = reduce(self.sum_of, parts)
+                summed = self.sum_of_all(op, parts)
                 self.memory[key[0]].write(op.taken, self._over_all_replicas(summed) if over_all else summed)
+
+    def sum_of_all(self, op: ops.Collective, parts: list[list[Piece]]) -> list[Piece]:
+        """Return the sum of what all members of a collective send to one, or the largest of it."""
+        largest = isinstance(op, ops.AllReduce) and op.largest is True
+        return reduce(partial(self.sum_of, largest=largest), parts)
 
     def _over_all_replicas(self, summed: list[Piece]) -> list[Piece]:
         """Return the sum over all replicas of what was summed over those that are played: the others sum up the same of

@@ -16,6 +16,7 @@ from sim.schedule.proof.contents import (
     BATCH,
     FAR,
     HEADS,
+    OF_VOCABULARY,
     TOKENS,
     Box,
     Content,
@@ -25,6 +26,7 @@ from sim.schedule.proof.contents import (
     brief,
     common,
     differs,
+    is_of_vocabulary,
     meet,
     replaced,
     seeing,
@@ -139,7 +141,12 @@ class AttentionRules(NamedTuple):
                 raise ScheduleError(f"{brief(y.content)} is not complete: backward needs the global one")
 
     def complete(self, content: Content) -> bool:
-        """Return whether everything that the mask keeps has been summed into this content, of every member."""
+        """Return whether everything that the mask keeps has been summed into this content, of every member; or all of
+        the vocabulary.
+        """
+        if content.seen and content.seen[-1][0].start >= OF_VOCABULARY:
+            terms = sum(rows.size for rows, _ in content.seen)
+            return is_of_vocabulary(content) and terms == self.model.vocab_size
         if self.kinds:
             return self.of(content.layer).complete(content)
         if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from functools import cache, reduce
+from functools import cache
 from typing import NamedTuple
 
 from sim.base.errors import ScheduleError
@@ -207,7 +207,7 @@ class ClassPlayer(AbstractPlayer):
             return []
         if isinstance(op.taken, Split):
             return self.memory[number].side_by_side(op.taken, parts)
-        summed = reduce(self.sum_of, parts)
+        summed = self.sum_of_all(op, parts)
         return self._over_all_replicas(summed) if over_all else summed
 
 

@@ -30,6 +30,10 @@ FAR = 1 << 64
 _STOP = attrgetter("stop")
 
 
+OF_VOCABULARY = 1 << 60
+"""Behind which rows of an embedding, or logits, are numbered where a tensor is a sum of a term for each of them."""
+
+
 class Unclassed(Exception):  # noqa: N818 - nothing went wrong
     """Ranks cannot be proved as one class: each has to be by itself."""
 
@@ -105,6 +109,11 @@ def differs(content: Content) -> bool:
     """Return whether a content differs from member to member of a class of ranks."""
     _, _, at, seen = content
     return max(map(_STOP, at)) > FAR // 2 or any(max(a.stop, b.stop) > FAR // 2 for a, b in seen)
+
+
+def is_of_vocabulary(content: Content) -> bool:
+    """Return whether a content is a sum of terms of rows of an embedding, or of logits, alone."""
+    return bool(content.seen) and content.seen[0][0].start >= OF_VOCABULARY
 
 
 def volume(box: Box) -> int:

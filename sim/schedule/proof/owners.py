@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.model.ends import ids, labels
 from sim.schedule.model.scope import tensor_of, trained, units, updated
 from sim.schedule.proof.contents import Content, spell, union
 from sim.words.workload import Workload
@@ -26,6 +27,7 @@ def check_owners(schedule: Schedule) -> None:
     check_tokens([port for program in programs for port in program.outputs], workload, sequences)
     if schedule.header.claims:
         inputs = [port for program in programs for port in program.inputs]
+        inputs = inputs if schedule.header.members == 1 else without_copies(inputs, {ids.name, labels.name})
         check_tokens(inputs if workload.forward else without_replicas(inputs), workload, sequences)
         check_shards(programs, workload, schedule.header.members)
 
@@ -64,8 +66,13 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
 
 def without_replicas(ports: Sequence[Port]) -> list[Port]:
     """Return inputs without the copies of keys and values that a forward pass may have left on several ranks."""
-    copies = {(port.tensor, port.batch, port.tokens, port.heads): port for port in ports if port.tensor in {"k", "v"}}
-    return [*copies.values(), *(port for port in ports if port.tensor not in {"k", "v"})]
+    return without_copies(ports, {"k", "v"})
+
+
+def without_copies(ports: Sequence[Port], tensors: Collection[str]) -> list[Port]:
+    """Return inputs without copies of some tensors that several ranks are given."""
+    copies = {(port.tensor, port.batch, port.tokens, port.heads): port for port in ports if port.tensor in tensors}
+    return [*copies.values(), *(port for port in ports if port.tensor not in tensors)]
 
 
 class _Shard(NamedTuple):

@@ -18,6 +18,7 @@ from sim.schedule.proof.contents import (
     FAR,
     FEATURES,
     HEADS,
+    OF_VOCABULARY,
     TOKENS,
     Interval,
     Piece,
@@ -67,6 +68,11 @@ class Part(NamedTuple):
         if tensor.of_weight:
             raise ScheduleError(f"{tensor.name} of parts {spell(self.which)}, where all of them are needed")
         return [piece._replace(content=piece.content._replace(seen=self._terms(piece))) for piece in pieces]
+
+    def of_vocabulary(self, pieces: list[Piece]) -> list[Piece]:
+        """Return a result of all of the vocabulary as a sum of a term for each of these rows or logits."""
+        rows = self.which.moved(OF_VOCABULARY)
+        return [piece._replace(content=piece.content._replace(seen=((rows, ONE),))) for piece in pieces]
 
     def _terms(self, piece: Piece) -> tuple[tuple[Span, Span], ...]:
         if not piece.content.seen:

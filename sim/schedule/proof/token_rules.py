@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
 from msgspec import UNSET
 
 from sim.base.errors import ScheduleError
@@ -16,11 +17,16 @@ from sim.schedule.ir.ops import (
     EagerGeGluBackward,
     EagerSwiGlu,
     EagerSwiGluBackward,
+    Embed,
+    EmbedBackward,
+    ExpSum,
     GeGlu,
     GeGluBackward,
     Gelu,
     GeluBackward,
     Gemm,
+    LargestLogit,
+    LogitLoss,
     Op,
     Rope,
     Scale,
@@ -57,8 +63,11 @@ _IN_PARTS = (
     *(Gemm, BiasedGemm, TokenSum, Rope, Scale, Accumulate),
     *(SwiGlu, SwiGluBackward, GeGlu, GeGluBackward, Gelu, GeluBackward),
     *(EagerSwiGlu, EagerSwiGluBackward, EagerGeGlu, EagerGeGluBackward),
+    *(Embed, LargestLogit, ExpSum, LogitLoss),
 )
-"""Kernels that make of some heads or features of an MLP what they make of these among all."""
+"""Kernels that make of some heads, features of an MLP or the vocabulary what they make of these among all."""
+_OF_VOCABULARY = (Embed, EmbedBackward, LargestLogit, ExpSum, LogitLoss)
+"""Those of them that are of rows of an embedding, or of logits."""
 _AT_ENDS = {weight.name for weight in ROOT.weights}
 _GRADIENTS_AT_ENDS = {d(weight).name for weight in ROOT.weights}
 
@@ -74,6 +83,11 @@ class TokenRules(NamedTuple):
         are different tokens.
         """
         parts = parts_of(operands, self.model) if isinstance(op, _IN_PARTS) else []
+        if isinstance(op, EmbedBackward) and op.first is not UNSET:
+            rows = op.dtable.shape[0]
+            parts = [Part((0, rows), Span(op.first, op.first + rows))]
+        if not parts and getattr(op, "first", UNSET) not in {UNSET, 0}:
+            raise ScheduleError(f"{type(op).__name__} of all of the vocabulary begins at {getattr(op, 'first', 0)}")
         if parts:
             of_parts = [self._of_part(op, operands, part) for part in parts]
             return [joined(list(of_part), self.model) for of_part in zip(*of_parts, strict=True)]
@@ -90,9 +104,22 @@ class TokenRules(NamedTuple):
         return results
 
     def _of_part(self, op: TokenKernel | Accumulate, operands: list[list[Piece]], part: Part) -> list[list[Piece]]:
-        """Return the pieces of each result that come from one part."""
-        made = self.apply(op, [part.lifted(pieces, self.model) for pieces in operands])
-        return [part.lowered(pieces, self.model) for pieces in made]
+        """Return the pieces of each result that come from one part; of an embedding and a cross-entropy of some of the
+        vocabulary sums of a term for each row or logit, but for the loss, which takes these sums of all.
+        """
+        first = getattr(op, "first", UNSET)
+        if isinstance(op, _OF_VOCABULARY) and first is not UNSET and first != part.which.start:
+            raise ScheduleError(f"{type(op).__name__} begins at {first} with {spell(part.which)} of the vocabulary")
+        of_all = UNSET if isinstance(op, Embed | EmbedBackward) else 0
+        whole = op if first is UNSET else msgspec.structs.replace(op, first=of_all)
+        made = self.apply(whole, [part.lifted(pieces, self.model) for pieces in operands])
+        if isinstance(op, Embed) and first is UNSET:
+            raise ScheduleError(f"Embed of {spell(part.which)} of the vocabulary does not say where these begin")
+        if isinstance(op, LogitLoss):
+            gradient, loss = made
+            return [part.lowered(gradient, self.model), loss]
+        of_rows = isinstance(op, Embed | LargestLogit | ExpSum)
+        return [part.of_vocabulary(pieces) if of_rows else part.lowered(pieces, self.model) for pieces in made]
 
     def _whole(self, pieces: list[Piece]) -> Piece:
         """Return the one piece of a weight, all of which is needed."""

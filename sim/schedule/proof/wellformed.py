@@ -308,13 +308,11 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         return _number_problem("epsilon", op.epsilon, "norm_epsilon of the model", model.norm_epsilon)
     if isinstance(op, ops.TiledKernel):
         return "" if op.tile >= 1 else f"has tiles of {op.tile} tokens: allowed is 1 or more"
-    if isinstance(op, ops.CrossEntropy):
+    if isinstance(op, ops.LargestLogit | ops.ExpSum):
+        return _bending_problem(op, model)
+    if isinstance(op, ops.CrossEntropy | ops.LogitLoss):
         labels = schedule.whole.header.mesh.dp * workload.num_labels
-        return (
-            _number_problem("count", op.count, "the number of labels", labels)
-            or _number_problem("scale", op.scale, "logit_scale of the model", model.logit_scale)
-            or _number_problem("softcap", op.softcap, "logit_softcap of the model", model.logit_softcap)
-        )
+        return _number_problem("count", op.count, "the number of labels", labels) or _bending_problem(op, model)
     if isinstance(op, ops.Hold):
         return "" if op.held else "holds nothing: expected one view or more"
     if isinstance(op, ops.Pack | ops.Unpack | ops.SquareSum):
@@ -325,6 +323,13 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
             return f"takes {wanted.dims} for {target.dims} of buffer {target.name!r}"
         return _parts_problem(op)
     return ""
+
+
+def _bending_problem(op: ops.CrossEntropy | ops.LogitKernel, model: ModelSpec) -> str:
+    """Return where logits are scaled or bent otherwise than the model's are."""
+    return _number_problem("scale", op.scale, "logit_scale of the model", model.logit_scale) or _number_problem(
+        "softcap", op.softcap, "logit_softcap of the model", model.logit_softcap
+    )
 
 
 def _flat_problem(op: ops.Pack | ops.Unpack | ops.SquareSum) -> str:

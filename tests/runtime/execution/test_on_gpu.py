@@ -13,8 +13,9 @@ import torch
 
 from runtime.execution.execute import RankPlayer
 from runtime.execution.inputs import global_state
-from runtime.execution.ops.dense import cross_entropy, rms_norm, rms_norm_backward
+from runtime.execution.ops.dense import rms_norm, rms_norm_backward
 from runtime.execution.ops.state import adamw
+from runtime.execution.ops.vocabulary import cross_entropy
 from runtime.execution.reference import relative_error
 from runtime.execution.streams import CudaStreams
 from sim.accounts.memory import walk

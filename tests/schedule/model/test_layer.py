@@ -12,7 +12,7 @@ from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.ops import Accumulate, AllReduce, Copy, Gemm, Hold, Kernel, Op, RmsNorm, Rope, TokenKernel
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.views import Split, View
-from sim.schedule.methods import linear
+from sim.schedule.methods import linear, single
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.block import Tile, act, block_of, gate, up
 from sim.schedule.proof.check import check
@@ -106,6 +106,7 @@ def test_every_kernel_has_a_cost() -> None:
             if scope == "step":
                 programs = [*programs, make_step("ring", 2, workload, mlp="tiled").schedule.program(0)]
                 programs += linear.build(workload, Mesh(ring=2)).programs
+                programs += single.build(workload, Mesh(tp=2)).programs
                 for lines in BLOCKS:
                     other = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, **lines))
                     for modules in ("fused", "eager"):

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import lcm
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+from msgspec import UNSET, UnsetType
 
 from sim.base.errors import InputError, LengthError
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.ops import Accumulate, AllGather, Copy, ReduceScatter
+from sim.schedule.ir.ops import Accumulate, AllGather, AllReduce, Copy, ReduceScatter
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import TOKENS, Split, View
-from sim.schedule.model.equations import Equation
+from sim.schedule.model.ends import embedding_of, head_of
+from sim.schedule.model.equations import Equation, back
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
-from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload
+from sim.words.options import LayerOptions
+from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype
 
 TENSOR = "tp"
 """The communicator of tensor-parallel groups."""
@@ -125,6 +129,17 @@ class Group(NamedTuple):
         b.add(ReduceScatter(label=f"sum {tensor.name}", communicator=self.over.name, sends=sent, recv=own))
         return own
 
+    def reduced(self, b: ProgramBuilder, tensor: Tensor, view: View, *, largest: bool = False) -> None:
+        """Append what sums up a tensor over the group on all of its members, or takes the largest of each element."""
+        label = f"{'largest of' if largest else 'sum'} {tensor.name}"
+        by: Literal[True] | UnsetType = True if largest else UNSET
+        b.add(AllReduce(label=label, communicator=self.over.name, view=view, largest=by))
+
+    def own(self, b: ProgramBuilder, view: View) -> View:
+        """Return this rank's own tokens of all."""
+        each, place = view.shape[TOKENS] // len(self.over.groups[0]), self.over.position(b.rank)
+        return view[:, place * each : (place + 1) * each]
+
     def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
         """Return where all tokens of a tensor are to be, and where they arrive."""
         size, (batch, tokens, *inner) = len(self.over.groups[0]), own.shape
@@ -147,8 +162,8 @@ def is_divided(equation: Equation, model: ModelSpec) -> bool:
 
 
 def is_own(tensor: Tensor, model: ModelSpec) -> bool:
-    """Return whether ranks have whole features of own tokens of a tensor."""
-    return not (tensor.of_weight or tensor.divided(model))
+    """Return whether ranks have whole features of own tokens of a tensor. Ids and labels they have of all tokens."""
+    return not (tensor.of_weight or tensor.divided(model) or tensor.numbers == "int64")
 
 
 def moved_features(equations: Iterable[Equation], model: ModelSpec) -> int:
@@ -169,3 +184,14 @@ def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equatio
         return 0
     features = sum(moved_features(equations, workload.model) for equations in written)
     return (size - 1) * features * workload.batch * workload.seq * DTYPE_BYTES[workload.dtype]
+
+
+def ends_bytes(workload: Workload, size: int, options: LayerOptions) -> int:
+    """Return what all members of groups over the whole sequence send at the ends of a model: what is embedded and what
+    goes into the head, their gradients, and three statistics of each token's logits.
+    """
+    head, embedding = head_of(workload.model), embedding_of(workload.model)
+    scored = [[head.to_logits], head.backward] if options.loss != "chunked" else [[head.to_logits, *head.backward]]
+    wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
+    statistics = 3 * 2 * (size - 1) * workload.batch * workload.seq * wide
+    return statistics + sent_bytes(workload, size, [embedding, *scored, back(*reversed(embedding))])

@@ -1,0 +1,269 @@
+"""Training steps whose weights are shared out over tensor-parallel groups: proved, exact, and what is wrong in them is
+found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from runtime.execution.verify import BOUNDS, output_errors
+from runtime.execution.virtual import execute_virtual
+from sim.accounts.footprint import footprint
+from sim.base.errors import InputError, LengthError
+from sim.schedule.ir.masks import ONE
+from sim.schedule.ir.ops import AllReduce, Embed, EmbedBackward, ExpSum, LogitLoss, Op, ReduceScatter, SquareSum
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.shares import Share, num_elements
+from sim.schedule.ir.views import View
+from sim.schedule.methods.catalog import NAMED
+from sim.schedule.methods.one_device import on_one_device
+from sim.schedule.model.scope import units
+from sim.schedule.proof.check import check
+from sim.words.mesh import Mesh
+from sim.words.workload import Workload
+from tests.helpers import by_tier, make_model
+from tests.schedule.proof.test_check_catches import refuses
+
+CPU = torch.device("cpu")
+
+
+def step(name: str = "single", mesh: Mesh = Mesh(tp=2), **chosen: Any) -> Schedule:
+    """Return a step of two layers; fields of the model, of the workload and options by their names."""
+    options = {key: chosen.pop(key) for key in [*chosen] if hasattr(NAMED[name].options, key)}
+    of_work = {key: chosen.pop(key) for key in [*chosen] if key in Workload.__struct_fields__}
+    model = msgspec.structs.replace(make_model(8, 4, head_dim=4), **{"ffn_dim": 24, "vocab_size": 40} | chosen)
+    workload = Workload(**{"model": model, "seq": 48, "dtype": "fp64", "scope": "step", "layers": 2} | of_work)
+    return NAMED[name].schedule(workload, mesh, dataclasses.replace(NAMED[name].options, **options))
+
+
+def is_exact(schedule: Schedule) -> None:
+    checked = check(schedule)
+    for seed in (1, 2):
+        errors = output_errors(checked, execute_virtual(checked, CPU, seed))
+        assert max(errors.values()) <= BOUNDS["fp64"]
+
+
+MESHES = {
+    "single": Mesh(tp=4), "ulysses": Mesh(tp=2, ulysses=2), "fpdt": Mesh(tp=2, ulysses=2),
+    "usp": Mesh(tp=2, ulysses=2, ring=2), "upipe": Mesh(tp=2, ulysses=2, ring=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", ["layer", "step"])
+@pytest.mark.parametrize("name", by_tier({"single"}, {"zigzag", "ulysses", "upipe"}, NAMED))
+def test_every_schedule_takes_shares_of_weights(name: str, scope: str) -> None:
+    is_exact(step(name, MESHES.get(name, Mesh(tp=2, ring=4)), scope=scope))
+
+
+CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
+    "replicas": (Mesh(tp=2, dp=2), {}),
+    "replicas, shards padded": (Mesh(tp=2, dp=3), {"zero_stage": 1}),
+    "hybrid": (Mesh(tp=2, dp=2), {"shards": "replica", "zero_stage": 2}),
+    "stage 0, buckets": (Mesh(tp=2, dp=2), {"zero_stage": 0, "bucket_mb": 1}),
+    "as nanotron": (Mesh(tp=2, dp=2), {"zero_stage": 1, "reduce_to": "all", "gather": "all", "bucket_mb": 1,
+                                       "accumulate": "in-place", "micro_batches": 2, "batch": 4}),
+    "micro-batches of two sequences": (Mesh(tp=2, dp=2), {"micro_batches": 2, "batch": 4, "sync": "last"}),
+    "optimiser on the host": (Mesh(tp=2, dp=2), {"optimiser": "host", "weights": "host"}),
+    "chunks of the loss": (Mesh(tp=2), {"loss": "chunked", "batch": 2, "vocab_size": 400}),
+    "logits in fp32": (Mesh(tp=2), {"loss": "unfused", "logit_softcap": 2.0, "logit_scale": 0.5}),
+    "one weight for both ends": (Mesh(tp=2, dp=2), {"tied_embeddings": True, "embedding_scale": 2.0}),
+    "all kept, eager": (Mesh(tp=2), {"checkpoint": "none", "modules": "eager", "biases": ("qkv",)}),
+    "kept on the host": (Mesh(tp=2), {"checkpoint": "attention", "activations": "host", "mlp": "tiled"}),
+    "both norms, GELU": (Mesh(tp=4), {"norms": "around", "mlp": "gelu"}),
+    "one norm before both": (Mesh(tp=2), {"parallel_residual": True, "checkpoint": "x+out"}),
+    "documents": (Mesh(tp=2, dp=2), {"documents": (30, 18)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", by_tier({"replicas", "chunks of the loss"}, {"as nanotron", "one weight for both ends"}, CASES)
+)
+def test_what_a_step_may_have_beside(case: str) -> None:
+    mesh, chosen = CASES[case]
+    mlp = {"mlp": chosen["mlp"]} if chosen.get("mlp") == "gelu" else {}
+    if mlp:  # a field of the model, and an option
+        model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=24, vocab_size=40, mlp="gelu")
+        chosen = {key: value for key, value in chosen.items() if key != "mlp"} | {"model": model}
+    is_exact(step("single", mesh, **chosen))
+
+
+@pytest.mark.sweep
+def test_all_members_on_one_device() -> None:
+    is_exact(on_one_device(check(step("ring", Mesh(tp=2, ring=2)))))
+
+
+def test_members_hold_their_shares() -> None:
+    """Of four members a quarter of what is divided, and all of the norms."""
+    for mesh in (Mesh(tp=4), Mesh(tp=4, dp=2)):
+        schedule = step("single", mesh, zero_stage=1)
+        model = schedule.header.workload.model
+        share, flats = Share(model, 3, 4), [unit.flat for unit in units(schedule.header.workload)]
+        norms = 5 * model.embed_dim
+        assert sum(map(share.size, flats)) == norms + (sum(num_elements(flat, model) for flat in flats) - norms) // 4
+        states = [port for port in schedule.program(3).inputs if port.tensor.endswith("parameters")]
+        whole = sum(map(share.size, flats))
+        assert sum(math.prod(port.view.shape) for port in states) == whole // mesh.dp
+        assert footprint(schedule.header).states_bytes == 8 * (3 * whole // mesh.dp + 2 * whole)
+        counted = [share.counted(flat, share.rows(flat)) for flat in flats]
+        assert sum(span.size for spans in counted for span in spans) == sum(map(share.size, flats)) - norms
+
+
+def test_collectives_of_a_step() -> None:
+    """Of each token's logits three statistics, as Megatron-LM's core/tensor_parallel/cross_entropy.py has them; what is
+    embedded and the gradient behind the head are scattered as a layer's sums are.
+    """
+    ops = step().program(0).ops
+    reduced = [op.label for op in ops if isinstance(op, AllReduce)]
+    assert reduced[:3] == ["largest of top", "sum target", "sum sums"]
+    assert sum(label.startswith("sum dnorm") for label in reduced) == 5
+    assert reduced[-1] == "norm of gradients"
+    scattered = [op.label for op in ops if isinstance(op, ReduceScatter)]
+    assert scattered.count("sum x") == 3
+    assert scattered.count("sum dh") == 1
+
+
+Change = Callable[[Op], Op | None]
+
+
+def changed(kind: type, change: Change, label: str = "", **chosen: Any) -> Schedule:
+    """Return a step with a change of the first op of a kind, and of a label, on rank 1."""
+    schedule = step(**chosen)
+
+    def program(rank: int) -> Program:
+        program = schedule.program(rank)
+        if rank != 1:
+            return program
+        at = next(at for at, op in enumerate(program.ops) if isinstance(op, kind) and label in op.label)
+        made = change(program.ops[at])
+        return program.replace(ops=(*program.ops[:at], *([made] if made else []), *program.ops[at + 1 :]))
+
+    return Schedule(schedule.header, program)
+
+
+def put(**fields: Any) -> Change:
+    return lambda op: msgspec.structs.replace(op, **fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        (Embed, {"first": 0}, "Embed begins at 0 with 20..40 of the vocabulary"),
+        (Embed, {"first": msgspec.UNSET}, "Embed of 20..40 of the vocabulary does not say where these begin"),
+        (EmbedBackward, {"first": 0}, "square of dembedding parameters.* would count tokens 0..640 twice"),
+        (ExpSum, {"first": 0}, "ExpSum begins at 0 with 20..40"),
+        (LogitLoss, {"first": 0}, "LogitLoss begins at 0 with 20..40"),
+        (LogitLoss, {"count": 3}, "has count 3: the number of labels is 47"),
+    ],
+)
+def test_another_share_of_the_vocabulary(kind: type, fields: dict[str, Any], says: str) -> None:
+    refuses(changed(kind, put(**fields)), says)
+
+
+@pytest.mark.parametrize(
+    ("label", "largest", "says"),
+    [
+        ("largest of top", msgspec.UNSET, "adds up top.*: what is largest of logits"),
+        ("sum sums", True, "takes the largest of sums"),
+        ("sum target", True, "takes the largest of target"),
+        ("sum dnorm1", True, "takes the largest of dnorm1"),
+    ],
+)
+def test_a_sum_for_the_largest(label: str, largest: Any, says: str) -> None:
+    """On all ranks."""
+    schedule = step()
+
+    def program(rank: int) -> Program:
+        program = schedule.program(rank)
+        ops = [
+            msgspec.structs.replace(op, largest=largest) if isinstance(op, AllReduce) and op.label == label else op
+            for op in program.ops
+        ]
+        return program.replace(ops=tuple(ops))
+
+    refuses(Schedule(schedule.header, program), says)
+
+
+def test_statistics_of_one_share_alone() -> None:
+    schedule = step()
+
+    def without(label: str) -> Schedule:
+        def program(rank: int) -> Program:
+            program = schedule.program(rank)
+            return program.replace(ops=tuple([op for op in program.ops if op.label != label]))
+
+        return Schedule(schedule.header, program)
+
+    refuses(without("largest of top"), "top.* is not complete yet")
+    refuses(without("sum sums"), "sums.* is not complete yet")
+    refuses(without("sum target"), "target.* is not complete yet")
+    refuses(without("sum dnorm1"), "packs gradients that are sums over different tokens")
+
+
+def test_norms_that_all_members_count() -> None:
+    """Rank 1 squares all of its share: of norms that rank 0 has counted."""
+
+    def all_of_it(op: Op) -> Op:
+        assert isinstance(op, SquareSum)
+        assert op.gradient.slices[0][0] > 0
+        whole = View(op.gradient.buffer, ((0, op.gradient.slices[0][1]),))
+        return msgspec.structs.replace(op, gradient=whole)
+
+    refuses(changed(SquareSum, all_of_it, "square weights"), "square of dweights.* would count tokens 0..32 twice")
+
+
+def test_the_flat_share_of_another_member() -> None:
+    """Rank 1 has weights of member 0, or moments."""
+    schedule = step()
+
+    def of_another(rank: int, names: set[str]) -> Program:
+        program = schedule.program(rank)
+        inputs = [msgspec.structs.replace(port, heads=ONE) if port.tensor in names else port for port in program.inputs]
+        return program.replace(inputs=tuple(inputs)) if rank else program
+
+    flats = {"weights parameters", "first moments of weights", "second moments of weights"}
+    refuses(Schedule(schedule.header, lambda rank: of_another(rank, {"weights parameters"})), "would count .* twice")
+    refuses(Schedule(schedule.header, lambda rank: of_another(rank, flats - {"weights parameters"})), "updates .* with")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chosen", "says"),
+    [
+        (Mesh(tp=3), {}, "`tp_degree` 3 does not divide num_heads 8 of test8:4: allowed are 1, 2, 4"),
+        (Mesh(tp=8), {}, "`tp_degree` 8 does not divide num_kv_heads 4"),
+        (
+            Mesh(tp=2),
+            {"vocab_size": 41},
+            "does not divide vocab_size 41 .*: allowed are 1; or `set` model.vocab_size=42",
+        ),
+        (Mesh(tp=2), {"qk_norm": "head"}, "norms of q and k of test8:4 are not computed in parts yet"),
+        (Mesh(tp=2), {"biases": ("out",)}, "biases behind sums over ranks of test8:4 are not computed in parts yet"),
+        (Mesh(tp=2), {"lora_rank": 2}, "adapters of test8:4 are not computed in parts yet"),
+        (Mesh(tp=2), {"loss": "torch"}, "schedule.loss=torch is of logits of all of the vocabulary"),
+        (Mesh(tp=2), {"scope": "attention", "layers": 1}, "`tp_degree` 2 divides the weights of layers"),
+    ],
+)
+def test_what_is_not_shared_out_is_refused(mesh: Mesh, chosen: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        step("single", mesh, **chosen)
+
+
+def test_lengths_that_members_do_not_divide_are_refused() -> None:
+    with pytest.raises(LengthError, match="length 50 is no multiple of 4: the nearest are 48 or 52"):
+        step("single", Mesh(tp=4), seq=50).program(0)
+    with pytest.raises(LengthError, match="length 52 is no multiple of 8: the nearest are 48 or 56"):
+        step("ring", Mesh(tp=4, ring=2), seq=52).program(0)
+
+
+def test_heads_of_a_share_are_traded() -> None:
+    """Four members of two heads each, of which Ulysses takes no more than two ranks."""
+    with pytest.raises(
+        InputError, match="degree 4 does not divide num_heads 2 of test8:4 on each of 4 tensor-parallel"
+    ):
+        step("ulysses", Mesh(tp=4, ulysses=4))
