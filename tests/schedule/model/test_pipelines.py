@@ -242,7 +242,7 @@ def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("mesh", "options", "said"),
     [
-        (TWO, {"pipeline_schedule": "dual"}, "unknown pipeline 'dual'.*: allowed are 1f1b, gpipe, "),
+        (TWO, {"pipeline_schedule": "dual"}, "unknown pipeline 'dual'.*: allowed are 1f1b, gpipe, .*, FILE.csv"),
         (TWO, {"pipeline_layers": "2,2"}, "pipeline_layers=2,2: expected 2 numbers with commas that add up to 3"),
         (TWO, {"pipeline_layers": "a"}, "pipeline_layers=a: expected 2 numbers"),
         (TWO, {"pipeline_layers": "4,-1"}, "pipeline_layers=4,-1: expected 2 numbers"),

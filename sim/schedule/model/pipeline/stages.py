@@ -14,6 +14,7 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.outside import Entry, Exit
+from sim.schedule.model.pipeline.files import read_pipeline
 from sim.schedule.model.pipeline.messages import received_before
 from sim.schedule.model.pipeline.timetables import PIPELINES, Pipeline
 from sim.schedule.model.scope import ADAPTERS, EMBEDDED, LAYER, ROOT, Unit
@@ -149,9 +150,9 @@ class Stages:
 def _pipeline(mesh: Mesh, workload: Workload, options: LayerOptions) -> Pipeline:
     """Return the pipeline that options name; raises InputError for options of one where there is none."""
     name = options.pipeline_schedule
-    if name not in PIPELINES:
-        raise unknown("pipeline", name, PIPELINES, "`set` schedule.pipeline_schedule")
-    found = PIPELINES[name]
+    if name not in PIPELINES and not name.endswith(".csv"):
+        raise unknown("pipeline", name, [*PIPELINES, "FILE.csv"], "`set` schedule.pipeline_schedule")
+    found = PIPELINES.get(name) or read_pipeline(name)
     if options.pipeline_chunks < 1 or (options.pipeline_chunks > 1 and found.chunks is not None):
         several = ", ".join(one for one, pipeline in PIPELINES.items() if pipeline.chunks is None)
         raise InputError(
