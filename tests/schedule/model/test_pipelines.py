@@ -70,6 +70,7 @@ CASES = {
     "zero bubble of rings, gradients sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 2}),
     "zero bubble of rings, weights sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 3}),
     "zero bubble, more ahead": Case("zb-h2", "1,1,1", THREE),
+    "zero bubble for short gradients of weights": Case("zb-2p", "1,1", TWO, {"sync": "last"}),
     "zero bubble, interleaved": Case("interleaved-zb", "1,1,1,1", TWO),
     "zero bubble as a V": Case("zb-v", "2,1,1,1", TWO),
     "zero bubble as a V of three stages": Case("zb-v", "1,1,1,1,1,1", THREE),

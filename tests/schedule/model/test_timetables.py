@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from sim.base.errors import InputError, ScheduleError
 from sim.schedule.model.pipeline.account import Held, Spent, held, played
-from sim.schedule.model.pipeline.timetables import PIPELINES
+from sim.schedule.model.pipeline.timetables import PIPELINES, zero_bubble_ahead
 from sim.schedule.model.step import Item
 from tests.helpers import by_tier
 
@@ -97,7 +97,8 @@ SPLIT = [times for times in UNEQUAL if min(times.F, times.B) >= times.W]
 @pytest.mark.parametrize("stages", by_tier((2, 3), (2, 3, 4), range(2, 17)))
 def test_bubbles_of_closed_forms(stages: int) -> None:
     """Equal stages, no communication. GPipe and 1F1B: arXiv:2104.04473 §2.2.1, with chunks §2.2.2; zero bubbles:
-    arXiv:2401.10241 §2 and Table 1, of which ZB-H2 waits for no other stage at the end of a step.
+    arXiv:2401.10241 §2 and Table 1, of which ZB-H2 waits for no other stage at the end of a step. That of ZB-2p follows
+    as its do: W of a stage is three micro-batches later than that of the stage before, not two.
     """
     p = stages
     for m, v in product(range(p, 4 * p + 1), range(1, 5)):
@@ -111,6 +112,8 @@ def test_bubbles_of_closed_forms(stages: int) -> None:
         for F, B, W in SPLIT if p < 5 else SPLIT[2:4]:
             if v == 1:
                 assert bubbles("zb-h1", Size(p, m), Times(F, B, W))[0] == (p - 1) * (F + B - W)
+            if v == 1 and m >= 3 * p - 2 and F >= B:
+                assert bubbles("zb-2p", Size(p, m), Times(F, B, W))[1] == (p - 1) * max(F + B - 3 * W, 0)
             if v == 1 and m >= 2 * p - 1:
                 assert bubbles("zb-h2", Size(p, m), Times(F, B, W))[1] == (p - 1) * (F + B - 2 * W)
             if m % p == 0:
@@ -147,6 +150,8 @@ def test_activations_of_closed_forms(stages: int) -> None:
         if m >= 2 * p - 1:
             assert {held(items).visits for items in tables("zb-h2", Size(p, m))} == {2 * p - 1}
             assert {held(items).visits for items in tables("zb-v", Size(p, m, 2))} == {2 * p}
+        if m >= 3 * p - 2:
+            assert [held(items).visits for items in tables("zb-2p", Size(p, m))] == [2 * p - 1 + s for s in range(p)]
         if m >= 2 * p:
             assert {held(items).visits for items in tables("dualpipe-v", Size(p, m, 2))} == {2 * p + 1}
     for m, v in product(range(p, 4 * p + 1, p), range(1, 5)):
@@ -166,7 +171,9 @@ TABLE_5 = {
     "zb-h1": (0.1323, 0.1045, 0.0554),
     "zb-h2": (0.0698, 0.0559, 0.0294),
 }
-"""Its shares of the longest stage that are idle."""
+"""Its shares of the longest stage that are idle; those of ZB-1p are those of ZB-H1."""
+ZB_2P = {24: (3, 0.0029), 32: (4, 0.0022), 64: (4, 0.001)}
+"""Those of ZB-2p, whose order is searched, with how much later each stage has gradients of weights here."""
 INTERLEAVED = (0.0808, 0.0628, 0.032)
 """Those of its 1F1B-I, with one of 32 layers a chunk."""
 
@@ -175,6 +182,13 @@ INTERLEAVED = (0.0808, 0.0628, 0.032)
 def test_bubble_rates_as_printed(name: str) -> None:
     for (m, (times, hand_over)), printed in zip(TABLE_9.items(), TABLE_5[name], strict=True):
         found = played(tables(name, Size(8, m)), times.of, hand_over)
+        assert round(found.idle_share(found.longest), 4) == printed
+
+
+def test_bubble_rates_of_a_searched_order_as_printed() -> None:
+    for m, (late, printed) in ZB_2P.items():
+        times, hand_over = TABLE_9[m]
+        found = played([zero_bubble_ahead(stage, 8, m, late) for stage in range(8)], times.of, hand_over)
         assert round(found.idle_share(found.longest), 4) == printed
 
 
