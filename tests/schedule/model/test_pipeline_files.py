@@ -38,17 +38,18 @@ def test_what_is_written_is_read(name: str) -> None:
     assert to_csv(read, stages, micros, chunks) == written
 
 
-def of_torch(size: tuple[int, int, int], kind: type = torch_schedules.PipelineScheduleMulti) -> Any:
+def of_torch(size: tuple[int, int, int], kind: type = torch_schedules._PipelineScheduleRuntime) -> Any:
     """A schedule of torch without modules, which its constructor wants."""
     own = kind.__new__(kind)
     own.pp_group_size, own._n_microbatches, own.n_local_stages = size
     own._num_stages = own.num_stages = size[0] * size[2]
-    own._stages, own.pipeline_order = [], {}
+    own._stages, own.pipeline_order, own._defer_pp_recv = [], {}, False
     return own
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
+    """And finds an order for what it sends and receives."""
     path, size = tmp_path / "pipeline.csv", size_of(name)
     PIPELINE_FILE.at(path).write(to_csv(PIPELINES[name], *size))
     PIPELINE_FILE.at(path).require()  # it is ours, and so may be replaced
@@ -58,6 +59,9 @@ def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
     for stage in range(size[0]):
         cells = [f"{item.chunk}{letters[item.kind]}{item.micro}" for item in PIPELINES[name].timetable(stage, *size)]
         assert list(map(str, own.pipeline_order[stage])) == cells
+        lowered = [str(action) for action in own.pipeline_order_with_comms[stage]]
+        assert [cell for cell in lowered if cell in cells] == cells
+        assert any("RECV_" in cell for cell in lowered)
 
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])

@@ -93,8 +93,8 @@ def played(tables: Sequence[Sequence[Item]], cost: Callable[[Item], float], hand
     return Played(tuple(Spent(tuple(own), *rest) for own, *rest in zip(begins, clock, busy, strict=True)))
 
 
-def held(items: Iterable[Item]) -> Held:
-    """Return what a stage holds at its peaks.
+def held(items: Iterable[Item], size: Callable[[int], int] = lambda _: 1) -> Held:
+    """Return what a stage holds at its peaks; ``size`` says how much a visit to a chunk counts, such as its layers.
 
     >>> held([Item("F", 0, 0), Item("F", 1, 0), Item("B", 0, 0), Item("B", 1, 0), Item("W", 0, 0), Item("W", 1, 0)])
     Held(activations=2, gradients=2, visits=2)
@@ -102,8 +102,9 @@ def held(items: Iterable[Item]) -> Held:
     activations = gradients = 0
     most = Held(0, 0, 0)
     for item in items:
-        activations += {"F": 1, "W": 0}.get(item.kind, -1)
-        gradients += {"B": 1, "W": -1}.get(item.kind, 0)
+        each = size(item.chunk)
+        activations += {"F": each, "W": 0}.get(item.kind, -each)
+        gradients += {"B": each, "W": -each}.get(item.kind, 0)
         most = Held(*map(max, most, (activations, gradients, activations + gradients)))
     return most
 

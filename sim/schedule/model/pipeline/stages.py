@@ -14,6 +14,7 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.outside import Entry, Exit
+from sim.schedule.model.pipeline.account import held
 from sim.schedule.model.pipeline.files import read_pipeline
 from sim.schedule.model.pipeline.messages import received_before
 from sim.schedule.model.pipeline.timetables import PIPELINES, Pipeline
@@ -113,11 +114,7 @@ class Stages:
 
     def layers_in_flight(self, stage: int) -> int:
         """Return of how many layers a stage keeps what a micro-batch needs backward, at most."""
-        held = most = 0
-        for kind, _, number in self.items(stage):
-            held += self.split[number] * {"F": 1, "BW": -1, "B": -1, "W": 0}[kind]
-            most = max(most, held)
-        return most
+        return held(self.items(stage), self.split.__getitem__).activations
 
     def is_last(self, number: int) -> bool:
         """Return whether a chunk is the last one of the model."""
