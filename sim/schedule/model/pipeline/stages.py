@@ -15,7 +15,7 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.outside import Entry, Exit
 from sim.schedule.model.pipeline.account import held
-from sim.schedule.model.pipeline.files import read_pipeline
+from sim.schedule.model.pipeline.files import read_pipeline, to_csv
 from sim.schedule.model.pipeline.messages import received_before
 from sim.schedule.model.pipeline.timetables import PIPELINES, Pipeline
 from sim.schedule.model.scope import ADAPTERS, EMBEDDED, LAYER, ROOT, Unit
@@ -96,6 +96,10 @@ class Stages:
         """Return what a stage does, in order."""
         per_stage = len(self.split) // self._mesh.pp
         return self._pipeline.timetable(stage, self._mesh.pp, self._options.micro_batches, per_stage)
+
+    def to_csv(self) -> bytes:
+        """Return the file that says what all stages do, as torch's pipelining reads it."""
+        return to_csv(self._pipeline, self._mesh.pp, self._options.micro_batches, len(self.split) // self._mesh.pp)
 
     @property
     def splits_backward(self) -> bool:
