@@ -22,6 +22,8 @@ from sim.base.units import rate
 from sim.schedule.derive.show import LEGEND, dot, grid, logical_times
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import NAMED
+from sim.schedule.model.pipeline.files import PIPELINE_FILE
+from sim.schedule.model.pipeline.stages import Stages
 from sim.setup.names import one_of, text_of
 from sim.setup.stacks import STACKS
 from sim.software.software import load_software, software_names
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from topology.fabric.shape import Shape
 
 KINDS = ("models", "clusters", "schedules", "software", "stacks", "profiles")
-FORMATS = ("grid", "json", "dot", "fabric")
+FORMATS = ("grid", "json", "dot", "fabric", "pipeline")
 _MARKS = {"grid": "# longstep show\n", "dot": "// longstep show\n"}
 """First lines of files, by which ``--out`` knows its own."""
 
@@ -52,8 +54,8 @@ class Show(Writes):
 
     selection: Annotated[Selection, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Selection)
     format: str = "grid"
-    """grid, json or dot of the schedule, or fabric: the shape of what joins the nodes of --cluster, as a picture with
-    --out FILE.svg, also of a single node."""
+    """grid, json or dot of the schedule; pipeline: what its stages do, as torch's pipelining reads it; or fabric: the
+    shape of what joins the nodes of --cluster, as a picture with --out FILE.svg, also of a single node."""
     ranks: OptionalText = None
     """Ranks to show in the grid or graph, such as 0,1,7; by default the first eight."""
     out: OptionalText = None
@@ -81,7 +83,7 @@ def show(command: Show, console: Console) -> None:
     if command.format == "fabric":
         _show_fabric(command, console)
         return
-    out = command.output(command.out, _SHOWN)
+    out = command.output(command.out, PIPELINE_FILE if command.format == "pipeline" else _SHOWN)
     require_outputs([out])
     found = command.selection.setup().resolved()
     try:
@@ -97,6 +99,10 @@ def show(command: Show, console: Console) -> None:
         text = schedule.to_json().decode()
     elif command.format == "dot":
         text = dot(schedule, matching, waits, ranks)
+    elif command.format == "pipeline":
+        if found.mesh.pp == 1:
+            raise InputError("`format` pipeline: the schedule has one stage; set `pp_degree` 2 or more")
+        text = Stages(found.mesh, found.workload, found.options).to_csv().decode()
     else:
         cells = grid(schedule, logical_times(schedule, matching, waits), ranks)
         widths = [max(len(row[column]) for row in cells) for column in range(len(ranks))]

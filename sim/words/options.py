@@ -107,10 +107,10 @@ class LayerOptions:
     """Parts of a replica's batch that go forward and backward one after the other in a training step; their gradients
     add up in fp32."""
     pipeline_schedule: str = "1f1b"
-    """In which order stages of a pipeline take micro-batches forward and backward: 1f1b, gpipe, interleaved (several
-    chunks of layers a stage), or zb-h1, which makes gradients of weights later: see ``model.pipeline.timetables``."""
+    """In which order stages of a pipeline take micro-batches forward and backward: 1f1b, gpipe, interleaved, zb-h1,
+    zb-v or another one of ``model.pipeline.timetables``, or FILE.csv as torch's pipelining writes it."""
     pipeline_chunks: int = 1
-    """Chunks of layers that each stage of an interleaved pipeline has, which lie a round of all stages apart."""
+    """Chunks of layers that each stage has, a round of all stages apart, where the schedule does not say how many."""
     pipeline_layers: str = ""
     """How many layers each chunk has, in the order of the model, as 15,16,16,15, or as many each. The first one has the
     embedding, too, and the last one the head and the loss."""

@@ -27,7 +27,7 @@ from topology.specs import ClusterSpec
 
 MOST_DOCUMENTS = 4096
 """Of a question: an address holds them."""
-_PATH = re.compile(r"[/\\\x00]|\.(toml|json|py|txt|jsonl|parquet)\b", re.IGNORECASE)
+_PATH = re.compile(r"[/\\\x00]|\.(toml|json|csv|py|txt|jsonl|parquet)\b", re.IGNORECASE)
 """What a path has, and no name that ships."""
 
 Word = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"\A[^\x00-\x1f\x7f]*\Z", description=PLAIN)]
@@ -178,7 +178,8 @@ def _require_shipped(question: Question) -> None:
         if value is not None and value not in known:
             raise unknown(field, value, known, f"`{field}`")
     named = {"`mask`": question.mask}
-    named |= {f"`set` {key}": value for key, value in question.set.items() if key.startswith("software.")}
+    of_files = ("software.", "schedule.pipeline_schedule")
+    named |= {f"`set` {key}": value for key, value in question.set.items() if key.startswith(of_files)}
     for where, value in named.items():
         if _PATH.search(value):
             raise InputError(f"{where} {value}: it looks like a path, and a page opens no file; name what ships")

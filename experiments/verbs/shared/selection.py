@@ -109,7 +109,8 @@ class Selection:
     """Stages of a pipeline, each with some of the layers: --accumulate says how many micro-batches follow each other in
     them."""
     pipeline: OptionalText = None
-    """In which order stages take them: 1f1b, gpipe, interleaved or zb-h1, as --set schedule.pipeline_schedule."""
+    """In which order stages take them: 1f1b, gpipe, interleaved, zb-h1, zb-v or another one, or FILE.csv as torch's
+    pipelining writes it; the same as --set schedule.pipeline_schedule."""
     stages: OptionalText = None
     """How many layers each stage has, or each chunk of an interleaved one, as --set schedule.pipeline_layers:
     15,16,16,15. By default all as many."""

@@ -25,7 +25,7 @@ from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Block, Equation, back
 from sim.schedule.model.outside import Embedding, Entry, Exit, FromOutside, Loss, ToOutside
 from sim.schedule.model.passes import LayerWriter, written_backward
-from sim.schedule.model.pipeline.stages import Stages
+from sim.schedule.model.pipeline.stages import Borders, Stages
 from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
@@ -219,13 +219,20 @@ class _Ranks:
             attention = plan.attention(b)
             kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
         b.workload = workload
-        chunks = self._chunks(b, tokens, params, layers, group)
-        waits = options.host_waits == "micro-batch"
-        writer = StepWriter(b, chunks, tuple(kinds), params, options.micro_batches, waits, options.rotary_table)
+        borders = stages.borders(b, tokens, self.blocks[0].x)
+        chunks = self._chunks(b, tokens, params, layers, borders, group)
+        waits, come = options.host_waits == "micro-batch", partial(borders.come, stage)
+        writer = StepWriter(b, chunks, tuple(kinds), params, options.micro_batches, waits, options.rotary_table, come)
         return writer.program(stages.items(stage))
 
     def _chunks(
-        self, b: ProgramBuilder, tokens: Tokens, params: Params, layers: Mapping[int, range], group: Group | None
+        self,
+        b: ProgramBuilder,
+        tokens: Tokens,
+        params: Params,
+        layers: Mapping[int, range],
+        borders: Borders,
+        group: Group | None,
     ) -> dict[int, Chunk]:
         """Return the chunks of a rank by number, each of some layers, with what these stand between."""
         of_layers, x = layers_of(self.workload), self.blocks[0].x
@@ -233,7 +240,7 @@ class _Ranks:
             return {0: Chunk(of_layers, lambda: (FromOutside(b, tokens, x), ToOutside(b, tokens, x)))}
         options, stages, found = self.options, self.stages, dict[int, Chunk]()
         tiling: Tiling = group.tiling if group else whole
-        borders, (first, last) = stages.borders(b, tokens, x), ends_of(self.workload)
+        first, last = ends_of(self.workload)
 
         def ends(number: int) -> tuple[Entry, Exit]:
             alone, head = not stages.is_last(0), None

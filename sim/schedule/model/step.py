@@ -70,6 +70,8 @@ class StepWriter(NamedTuple):
     waits: bool = False
     """Whether the host waits before each further micro-batch."""
     rotary_table: bool = False
+    before: Callable[[int], None] = lambda _: None
+    """Appends what comes before the pass at a position in the timetable."""
 
     def program(self, items: Sequence[Item]) -> Program:
         """Return the program that does what a timetable says; its passes forward alone where the workload has no
@@ -86,6 +88,7 @@ class StepWriter(NamedTuple):
         left: dict[tuple[int, Unit], Values] = {}
         for at, (kind, micro, number) in enumerate(items):
             chunk = self.chunks[number]
+            self.before(at)
             self._begin(items, at)
             b.take(micro, self.micro_batches, "forward" if kind == "F" else "backward")
             if kind == "F":

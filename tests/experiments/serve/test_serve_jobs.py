@@ -111,6 +111,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "software by its path": ({"software": "../x.toml"}, "unknown software"),
     "a profile by its path": ({"profile": "../p.json"}, "unknown profile"),
     "a table by its path": ({"set": {"software.norm": "../t.toml:norm"}}, "a page opens no file"),
+    "a pipeline by its path": ({"set": {"schedule.pipeline_schedule": "mine.csv"}}, "a page opens no file"),
     "code": ({"schedule": "evil.py:build"}, "unknown schedule"),
     "a script": ({"model": "<script>alert(1)</script>"}, "unknown model"),
     "no number": ({"gpus": "8"}, "question.gpus is '8': expected a whole number"),

@@ -11,12 +11,14 @@ from sim.words.profile import load_profile, save_profile
 
 FOREIGN = '{"traceEvents": [], "name": "somebody else\'s", "longstep": 1}\n'
 ON_H100 = ("--model", "tiny", "--cluster", "hgx-h100", "--gpus", "2", "--seq", "1K", "--profile", "datasheet")
+PIPELINE = (*ON_H100, "--scope", "step", "--schedule", "single", "--pp-degree", "2", "--layers", "2")
 RESULTS = Path(__file__).parents[3] / "experiments" / "results"
 RECORD = str(RESULTS / "2026-11-21-schedules-epyc-2-cores" / "schedules.json")
 
 WRITING = [
     (("simulate", *ON_H100), "--trace", "trace.json"),
     *((("show", *ON_H100, "--format", form), "--out", "schedule") for form in ("grid", "json", "dot")),
+    (("show", *PIPELINE, "--format", "pipeline"), "--out", "pipeline.csv"),
     (("validate", "--record", RECORD), "--out", "copy.json"),
     (("validate", "--record", RECORD), "--html", "page.html"),
     (("validate", "--record", RECORD), "--figure", "figure.svg"),

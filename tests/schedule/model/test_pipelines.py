@@ -49,7 +49,8 @@ class Case(NamedTuple):
         split = [int(number) for number in self.layers.split(",")]
         given: dict[str, Any] = {"zero_stage": 0, "checkpoint": "none", "micro_batches": micros}
         given |= {"pipeline_schedule": self.pipeline, "pipeline_layers": self.layers}
-        given |= {"pipeline_chunks": len(split) // self.mesh.pp, **self.options}
+        given |= {} if PIPELINES[self.pipeline].chunks else {"pipeline_chunks": len(split) // self.mesh.pp}
+        given |= self.options
         model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40, **self.model)
         workload = Workload(model=model, seq=16, batch=micros, dtype="fp64", scope="step", layers=sum(split))
         entry = NAMED[self.schedule if self.mesh.size > self.mesh.pp else "single"]
@@ -68,7 +69,19 @@ CASES = {
     "zero bubble of three stages": Case("zb-h1", "1,1,1", THREE, {"sync": "last"}),
     "zero bubble of rings, gradients sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 2}),
     "zero bubble of rings, weights sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 3}),
+    "zero bubble, more ahead": Case("zb-h2", "1,1,1", THREE),
+    "zero bubble for short gradients of weights": Case("zb-2p", "1,1", TWO, {"sync": "last"}),
+    "zero bubble, interleaved": Case("interleaved-zb", "1,1,1,1", TWO),
+    "zero bubble as a V": Case("zb-v", "2,1,1,1", TWO),
+    "zero bubble as a V of three stages": Case("zb-v", "1,1,1,1,1,1", THREE),
+    "zero bubble as a V of rings, weights sharded": Case("zb-v", "1,1,1,1", RINGS, {"zero_stage": 3}),
+    "dual pipe as a V": Case("dualpipe-v", "1,1,1,1", TWO),
+    "dual pipe as a V, activations on the host": Case("dualpipe-v", "1,2,1,2", TWO, {"activations": "host"}),
     "interleaved": Case("interleaved", "2,1,1,1", TWO),
+    "zero bubble, interleaved, received as it comes": Case("interleaved-zb", "1,1,1,1,1,1", TWO),
+    "breadth first": Case("looped-bfs", "1,1,2,1", TWO),
+    "breadth first of rings, weights sharded": Case("looped-bfs", "1,1,1,1", RINGS, {"zero_stage": 3}),
+    "interleaved of three stages": Case("interleaved", "1,1,1,1,1,1", THREE),
     "1F1B of rings, nothing sharded": Case("1f1b", "2,1", RINGS),
     "1F1B of rings, optimiser sharded": Case("1f1b", "2,1", RINGS, {"zero_stage": 1}),
     "1F1B of rings, gradients sharded": Case("1f1b", "2,1", RINGS, {"zero_stage": 2}),
@@ -230,7 +243,7 @@ def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("mesh", "options", "said"),
     [
-        (TWO, {"pipeline_schedule": "dual"}, "pipeline_schedule=dual: allowed are 1f1b, gpipe"),
+        (TWO, {"pipeline_schedule": "dual"}, "unknown pipeline 'dual'.*: allowed are 1f1b, gpipe, .*, FILE.csv"),
         (TWO, {"pipeline_layers": "2,2"}, "pipeline_layers=2,2: expected 2 numbers with commas that add up to 3"),
         (TWO, {"pipeline_layers": "a"}, "pipeline_layers=a: expected 2 numbers"),
         (TWO, {"pipeline_layers": "4,-1"}, "pipeline_layers=4,-1: expected 2 numbers"),
@@ -238,13 +251,13 @@ def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         (
             TWO,
             {"pipeline_chunks": 2},
-            "pipeline_chunks=2: expected 1 or more, and above 1 only .* a stage: inter",
+            "pipeline_chunks=2: expected 1 or more, and above 1 only .* a stage: looped-bfs, interleaved, inter",
         ),
         (Mesh(), {"pipeline_layers": "3"}, "are of pipelines: leave them out, or set `pp_degree` 2 or more"),
         (
             THREE,
-            {"pipeline_schedule": "interleaved"},
-            "one for each of the 3 stages: set .*micro_batches=4",
+            {"pipeline_schedule": "dualpipe-v", "pipeline_layers": "1,1,1,0,0,0"},
+            "dualpipe-v over 3 stages takes 6 micro-batches or more, not 4; set .*micro_batches=6",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from sim.schedule.methods.catalog import NAMED, SCHEDULES
+from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.schedule.proof.check import Checked, check
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
@@ -23,6 +24,10 @@ DRAWN: tuple[tuple[str, int, str], ...] = (
     ("zb-h1", 2, "2,1"),
     ("zb-h1", 3, "1,1,1"),
     ("interleaved", 2, "1,1,1,1"),
+    ("looped-bfs", 2, "1,1,1,1"),
+    ("zb-h2", 3, "1,1,1"),
+    ("zb-v", 2, "1,1,1,1"),
+    ("dualpipe-v", 2, "1,1,1,1"),
 )
 """Pipelines, how many stages they have, and how many layers each chunk has."""
 PARALLEL_OPERATORS = {name: change for name, change in STEP_OPERATORS.items() if not name.startswith("mlp in tiles")}
@@ -84,8 +89,8 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
         "activations": draw.choice(("hbm", "hbm", "save-on-cpu")),
         "pipeline_schedule": pipeline,
         "pipeline_layers": layers,
-        "pipeline_chunks": len(split) // stages,
-        "micro_batches": 4 if pipeline == "interleaved" else 3,
+        "pipeline_chunks": 1 if PIPELINES[pipeline].chunks else len(split) // stages,
+        "micro_batches": 4 if len(split) > stages else 3,
     }
     mesh = Mesh(pp=stages, ring=draw.choice((1, 1, 2)))
     tied = draw.random() < 0.3

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from functools import cached_property
 from typing import NamedTuple
 
-from sim.base.errors import InputError
+from sim.base.errors import InputError, unknown
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import Exchange, Message
@@ -14,6 +14,9 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.outside import Entry, Exit
+from sim.schedule.model.pipeline.account import held
+from sim.schedule.model.pipeline.files import read_pipeline, to_csv
+from sim.schedule.model.pipeline.messages import received_before
 from sim.schedule.model.pipeline.timetables import PIPELINES, Pipeline
 from sim.schedule.model.scope import ADAPTERS, EMBEDDED, LAYER, ROOT, Unit
 from sim.schedule.model.step import Item
@@ -22,9 +25,8 @@ from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, Workload
 
-FORWARD, BACK = (("forward 0", "forward 1"), ("back 0", "back 1"))
-"""The communicators between chunks: of borders that follow each other each has its own, so that what a rank receives
-never waits for what it sends."""
+FORWARD, BACK = (tuple([f"{way} {number}" for number in range(64)]) for way in ("forward", "back"))
+"""The communicators between chunks: see ``Stages.links``."""
 LINKS = frozenset((*FORWARD, *BACK))
 
 
@@ -44,17 +46,30 @@ class Stages:
         per_stage = self._pipeline.chunks or options.pipeline_chunks
         self.split = _split(options.pipeline_layers, workload.layers, mesh.pp, per_stage)
         """How many layers each chunk has, in the order of the model."""
-        if self._pipeline.rounds and options.micro_batches % mesh.pp:
-            raise InputError(
-                f"`set` schedule.pipeline_schedule={options.pipeline_schedule} takes micro-batches in rounds of one "
-                f"for each of the {mesh.pp} stages: set schedule.micro_batches={options.micro_batches} to a multiple "
-                f"of these, or choose another schedule.pipeline_schedule"
-            )
+        self.items(0)  # which says of micro-batches that they do not go
+
+    @cached_property
+    def link_of(self) -> tuple[int, ...]:
+        """Which communicator each border has, by number: from one stage to another all have the same one, and no other
+        border of these stages has it, so that none waits until something else is received.
+        """
+        found: list[int] = []
+        ends = [(self.stage_of(border), self.stage_of(border + 1)) for border in range(len(self.split) - 1)]
+        for own in ends:
+            beside = {link for other, link in zip(ends, found, strict=False) if other != own and {*other} & {*own}}
+            free = [link for link in range(len(FORWARD)) if link not in beside]
+            if not free:
+                raise InputError(
+                    f"`set` schedule.pipeline_schedule={self._options.pipeline_schedule}: expected stages that hand on "
+                    f"to fewer others, by a communicator each: there are {len(FORWARD)} of them"
+                )
+            found.append(free[0])
+        return tuple(found)
 
     @cached_property
     def links(self) -> tuple[Communicator, ...]:
         """The communicators of all borders."""
-        lines, count = self._mesh.groups("pp"), len(self.split) - 1
+        lines, count = self._mesh.groups("pp"), max(self.link_of, default=-1) + 1
         return tuple([Communicator(name=name, groups=lines) for names in (FORWARD, BACK) for name in names[:count]])
 
     @property
@@ -82,18 +97,28 @@ class Stages:
         per_stage = len(self.split) // self._mesh.pp
         return self._pipeline.timetable(stage, self._mesh.pp, self._options.micro_batches, per_stage)
 
+    def to_csv(self) -> bytes:
+        """Return the file that says what all stages do, as torch's pipelining reads it."""
+        return to_csv(self._pipeline, self._mesh.pp, self._options.micro_batches, len(self.split) // self._mesh.pp)
+
     @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are made apart from those of inputs."""
-        return any(kind == "W" for kind, _, _ in self.items(0))
+        return any(item.kind == "W" for stage in range(self._mesh.pp) for item in self.items(stage))
+
+    @property
+    def micro_batches(self) -> int:
+        """How many pass all stages."""
+        return self._options.micro_batches
+
+    @cached_property
+    def received_before(self) -> list[dict[int, list[Item]]]:
+        """What each stage receives before the pass that needs it, by positions in its timetable."""
+        return received_before([self.items(stage) for stage in range(self._mesh.pp)])
 
     def layers_in_flight(self, stage: int) -> int:
         """Return of how many layers a stage keeps what a micro-batch needs backward, at most."""
-        held = most = 0
-        for kind, _, number in self.items(stage):
-            held += self.split[number] * {"F": 1, "BW": -1, "B": -1, "W": 0}[kind]
-            most = max(most, held)
-        return most
+        return held(self.items(stage), self.split.__getitem__).activations
 
     def is_last(self, number: int) -> bool:
         """Return whether a chunk is the last one of the model."""
@@ -126,9 +151,9 @@ class Stages:
 def _pipeline(mesh: Mesh, workload: Workload, options: LayerOptions) -> Pipeline:
     """Return the pipeline that options name; raises InputError for options of one where there is none."""
     name = options.pipeline_schedule
-    if name not in PIPELINES:
-        raise InputError(f"`set` schedule.pipeline_schedule={name}: allowed are {', '.join(PIPELINES)}")
-    found = PIPELINES[name]
+    if name not in PIPELINES and not name.endswith(".csv"):
+        raise unknown("pipeline", name, [*PIPELINES, "FILE.csv"], "`set` schedule.pipeline_schedule")
+    found = PIPELINES.get(name) or read_pipeline(name)
     if options.pipeline_chunks < 1 or (options.pipeline_chunks > 1 and found.chunks is not None):
         several = ", ".join(one for one, pipeline in PIPELINES.items() if pipeline.chunks is None)
         raise InputError(
@@ -182,6 +207,17 @@ class Borders:
         self._stages, self._b, self._tokens, self._x, self._line = stages, b, tokens, x, line
         self._turns: defaultdict[int, Turn] = defaultdict(Turn)
 
+    def come(self, stage: int, position: int) -> None:
+        """Append what receives, before the pass at a position of a stage's timetable, what is for later ones."""
+        for kind, micro, number in self._stages.received_before[stage].get(position, ()):
+            self._b.take(micro, self._stages.micro_batches, "forward" if kind == "F" else "backward")
+            if kind == "F":
+                border = self._border(number - 1, self._stages.stage_of(number - 1))
+                border.came.forward.append(border.received(border.forward, border.x))
+            elif self._b.workload.backward:
+                border = self._border(number, self._stages.stage_of(number + 1))
+                border.came.back.append(border.received(border.back, d(border.x)))
+
     def before(self, number: int) -> Entry:
         """Return the entry of a chunk that is not the first one."""
         if self._turns_at(number - 1):
@@ -199,8 +235,8 @@ class Borders:
 
     def _border(self, before: int, stage: int) -> Border:
         """Return the border behind a chunk, beyond which is a stage."""
-        x, at = self._x.later(self._stages.layers(before).stop), before % 2
-        return Border(self._b, self._tokens, x, self._line[stage], FORWARD[at], BACK[at])
+        x, at = self._x.later(self._stages.layers(before).stop), self._stages.link_of[before]
+        return Border(self._b, self._tokens, x, self._line[stage], FORWARD[at], BACK[at], self._turns[before])
 
 
 class Border(NamedTuple):
@@ -215,6 +251,8 @@ class Border(NamedTuple):
     forward: str
     """Names of the communicators of both directions."""
     back: str
+    came: Turn
+    """What has been received before the pass that needs it."""
 
     def sent(self, by: str, tensor: Tensor, view: View) -> None:
         """Append what sends a tensor to the other side."""
@@ -235,7 +273,8 @@ class FromStage(NamedTuple):
 
     def forward(self) -> View:
         """See Entry."""
-        return self.border.received(self.border.forward, self.border.x)
+        border = self.border
+        return border.came.forward.popleft() if border.came.forward else border.received(border.forward, border.x)
 
     def backward(self, first: View, /) -> None:
         """See Entry."""
@@ -253,12 +292,13 @@ class ToStage(NamedTuple):
 
     def backward(self) -> View:
         """See Exit."""
-        return self.border.received(self.border.back, d(self.border.x))
+        border = self.border
+        return border.came.back.popleft() if border.came.back else border.received(border.back, d(border.x))
 
 
 class Turn:
-    """Two chunks of one stage that follow each other, as at the tip of a V: what one leaves the other takes, in the
-    same order of micro-batches.
+    """What is between two chunks and waits for one of them, which takes it in the order in which it has come: what it
+    has received, or what a chunk of the same stage has left, as at the tip of a V.
     """
 
     def __init__(self) -> None:

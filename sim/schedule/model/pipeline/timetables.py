@@ -2,70 +2,210 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sim.base.errors import InputError
 from sim.schedule.model.step import Item, Timetable
 
 
-def gpipe(stage: int, _stages: int, micros: int, _chunks: int) -> list[Item]:
+def gpipe(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
     """All micro-batches forward, then all backward, the last one first (arXiv:1811.06965)."""
-    forward = [Item("F", micro, stage) for micro in range(micros)]
-    return forward + [Item("BW", micro, stage) for micro in reversed(range(micros))]
+    return looped_bfs(stage, stages, micros, 1)
+
+
+def looped_bfs(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
+    """As GPipe, with several chunks a stage: all micro-batches pass one before the next (breadth first,
+    arXiv:2211.05953 §4; torch's ScheduleLoopedBFS).
+    """
+    forward = [Item("F", micro, chunk) for chunk in range(stage, chunks * stages, stages) for micro in range(micros)]
+    return forward + [item._replace(kind="BW") for item in reversed(forward)]
 
 
 def one_f_one_b(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
     """Forward and backward in turn, once later stages have a micro-batch each (PipeDream-Flush, arXiv:2006.09503;
     arXiv:2104.04473 §2.2.1).
     """
-    return _in_turn(
-        [Item("F", micro, stage) for micro in range(micros)],
-        [Item("BW", micro, stage) for micro in range(micros)],
-        stages - stage - 1,
-    )
+    return _in_turn(stage, stages, micros, 1, stages - stage - 1)
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
-    """Take turns likewise with several chunks a stage, for as many micro-batches at a time as there are stages
-    (arXiv:2104.04473 §2.2.2; Megatron-LM core/pipeline_parallel/schedules.py,
-    forward_backward_pipelining_with_interleaving).
+    """Do the same with several chunks a stage, in rounds of as many micro-batches as there are stages (arXiv:2104.04473
+    §2.2.2; Megatron-LM core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving).
+
+    Raises InputError where micro-batches do not make equal rounds.
     """
-    at = [
-        (turn * stages + micro, chunk)
-        for turn in range(micros // stages)
-        for chunk in range(chunks)
-        for micro in range(stages)
-    ]
-    return _in_turn(
-        [Item("F", micro, chunk * stages + stage) for micro, chunk in at],
-        [Item("BW", micro, (chunks - 1 - chunk) * stages + stage) for micro, chunk in at],
-        2 * (stages - stage - 1) + (chunks - 1) * stages,
-    )
+    return _in_turn(stage, stages, micros, chunks, 2 * (stages - stage - 1))
 
 
-def zero_bubble(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
+def zero_bubble(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
     """As 1F1B, with gradients of weights later, by as many micro-batches as there are stages before this one: so they
     fill its wait at the end, and no stage holds more than the first one does (arXiv:2401.10241 §2.1, ZB-H1).
     """
-    found: list[Item] = []
-    for item in one_f_one_b(stage, stages, micros, chunks):
-        found.append(item._replace(kind="B") if item.kind == "BW" else item)
-        if item.kind == "BW" and item.micro >= stage:
-            found.append(Item("W", item.micro - stage, stage))
-    return found + [Item("W", micro, stage) for micro in range(max(micros - stage, 0), micros)]
+    return interleaved_zero_bubble(stage, stages, micros, 1)
 
 
-def _in_turn(forward: list[Item], backward: list[Item], ahead: int) -> list[Item]:
-    """Return passes of which so many forward ones are ahead, and then one follows the other."""
-    ahead = min(ahead, len(forward))
+def zero_bubble_h2(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
+    """As ZB-H1, without waits at all where forward passes, gradients of inputs and those of weights take equally long
+    (arXiv:2401.10241 §2.2, ZB-H2).
+    """
+    return zero_bubble_ahead(stage, stages, micros, 2)
+
+
+def zero_bubble_2p(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
+    """As ZB-H2, where gradients of weights take two thirds of that, as in layers with attention (the shares that
+    arXiv:2401.10241 Table 5 prints of ZB-2p, whose order is searched for measured times).
+    """
+    return zero_bubble_ahead(stage, stages, micros, 3)
+
+
+def zero_bubble_ahead(stage: int, stages: int, micros: int, late: int) -> list[Item]:
+    """As ZB-H1, with another forward pass ahead for each later stage, which fill the wait for the first gradient, and
+    gradients of weights by ``late`` micro-batches later for each stage before this one, which fill the wait for the
+    last gradients. So stages end one after the other, as they begin.
+    """
+    return _weights_later(_in_turn(stage, stages, micros, 1, 2 * (stages - stage - 1)), late * stage)
+
+
+def interleaved_zero_bubble(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
+    """ZB-H1 with several chunks a stage, in the order of interleaved 1F1B (torch's ScheduleInterleavedZeroBubble).
+
+    Raises InputError as ``interleaved`` does, where there are several chunks.
+    """
+    return _weights_later(_in_turn(stage, stages, micros, chunks, stages - stage - 1), stage)
+
+
+def zero_bubble_v(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
+    """Two chunks a stage, which a micro-batch passes down and up again: the first stage has the loss (arXiv:2401.10241
+    §6, ZB-V; torch's ScheduleZBVZeroBubble). No stage waits, and none holds more than the first one of 1F1B, where
+    forward passes, gradients of inputs and those of weights take equally long.
+    """
+    before, behind, filled = stage, stages - stage - 1, max(micros, 2 * stages - 1)
+    order = (
+        "F0 " * (2 * behind + 1)
+        + "F1 F0 " * before
+        + "F1 B1 W1 " * (behind + 1)
+        + "F0 B0 W0 F1 B1 W1 " * (filled - stages - behind)
+        + "B0 W0 F1 B1 W1 " * behind
+        + "B0 B1 " * before
+        + "B0 W0 " * (behind + 1)
+        + "W1 " * before
+        + "W0 " * before
+    )
+    return [item for item in _numbered(order, stage, stages) if item.micro < micros]
+
+
+def dual_pipe_v(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
+    """DualPipe (arXiv:2412.19437 §3.2.1) cut in half: chunks as ZB-V has them, passes of both ways side by side
+    (DualPipeV of deepseek-ai/DualPipe; torch's ScheduleDualPipeV). Such a pair is forward, then backward here.
+
+    Raises InputError for fewer micro-batches than chunks.
+    """
+    if micros < 2 * stages:
+        raise InputError(
+            f"dualpipe-v over {stages} stages takes {2 * stages} micro-batches or more, not {micros}; set "
+            f"`set` schedule.micro_batches={2 * stages}, or fewer stages"
+        )
+    before, behind = stage + 1, stages - stage - 1
+    order = (
+        "F0 " * (2 * behind)
+        + "F0 F1 " * before
+        + "B1 W F1 " * behind
+        + "F0 BW1 F1 BW0 " * (micros - 2 * stages + before)
+        + "BW1 F1 BW0 " * behind
+        + "BW1 BW0 " * (before // 2)
+        + "BW1 B0 " * (before % 2)
+        + "B1 B0 " * (before // 2)
+        + "W B0 " * behind
+        + "W " * before
+    )
+    return _numbered(order, stage, stages)
+
+
+def _in_turn(stage: int, stages: int, micros: int, chunks: int, ahead: int) -> list[Item]:
+    """Return passes in which backward follows forward in turn, once so many forward passes through the last chunk are
+    ahead.
+    """
+    size = _round(stages, micros) if chunks > 1 else micros
+    at = [
+        (first + micro, chunk) for first in range(0, micros, size) for chunk in range(chunks) for micro in range(size)
+    ]
+    forward = [Item("F", micro, chunk * stages + stage) for micro, chunk in at]
+    backward = [Item("BW", micro, (chunks - 1 - chunk) * stages + stage) for micro, chunk in at]
+    ahead = min((chunks - 1) * size + ahead, len(forward))
     pairs = zip(forward[ahead:], backward, strict=False)
     found = [*forward[:ahead], *(item for pair in pairs for item in pair)]
     return found + backward[len(forward) - ahead :]
 
 
+def _round(stages: int, micros: int) -> int:
+    """Return how many micro-batches pass a chunk before the first of them goes on to the next one: as many as there are
+    stages, or a few more where those do not divide all (torch's ScheduleInterleaved1F1B).
+    """
+
+    def whole(many: int) -> bool:
+        return many % max(many // stages, 1) == 0
+
+    if not whole(micros):
+        below = next(many for many in range(micros, 0, -1) if whole(many))
+        above = next(many for many in itertools.count(micros) if whole(many))
+        raise InputError(
+            f"{micros} micro-batches over {stages} stages: expected equal rounds of {stages} or more where a stage has "
+            f"several chunks: the nearest are {below} or {above}; set `set` schedule.micro_batches={above}"
+        )
+    return micros // max(micros // stages, 1)
+
+
+def _weights_later(items: list[Item], late: int) -> list[Item]:
+    """Return passes whose gradients of weights follow those of inputs that are so many micro-batches later."""
+    found: list[Item] = []
+    left: list[Item] = []
+    for item in items:
+        if item.kind == "BW":
+            found.append(item._replace(kind="B"))
+            left.append(item._replace(kind="W"))
+            if len(left) > late:
+                found.append(left.pop(0))
+        else:
+            found.append(item)
+    return found + left
+
+
+def _numbered(order: str, stage: int, stages: int) -> list[Item]:
+    """Return passes that a text lists by kind and chunk, 0 on the way down and 1 on the way up: each is of the next
+    micro-batch. W alone is of that micro-batch, of both chunks, which waits longest for it.
+    """
+    chunks = {"0": stage, "1": 2 * stages - 1 - stage}
+    found: list[Item] = []
+    left: list[Item] = []
+    seen = Counter[str]()
+    for word in order.split():
+        if word[0] == "W":
+            item = next(item for item in left if word == "W" or item.chunk == chunks[word[1]])
+            left.remove(item)
+        else:
+            which = word[0] + word[-1]
+            item = Item("F", seen[which], chunks[word[-1]])
+            seen[which] += 1
+            if word[:-1] == "B":
+                item = item._replace(kind="B")
+                left.append(item._replace(kind="W"))
+            elif word[:-1] == "BW":
+                item = item._replace(kind="BW")
+        found.append(item)
+    return found
+
+
 def in_a_loop(chunk: int, stages: int) -> int:
     """Return which stage a chunk is on where stages take chunks in turn (arXiv:2104.04473 §2.2.2)."""
     return chunk % stages
+
+
+def as_v(chunk: int, stages: int) -> int:
+    """Return which stage a chunk is on where chunks go down the stages, and up again (arXiv:2401.10241 §6)."""
+    return min(chunk, 2 * stages - 1 - chunk)
 
 
 class Pipeline(NamedTuple):
@@ -77,8 +217,6 @@ class Pipeline(NamedTuple):
     """How many chunks of layers a stage has; None where an option says it."""
     stage_of: Callable[[int, int], int] = in_a_loop
     """Returns which stage a chunk is on: of its number, and of how many stages there are."""
-    rounds: bool = False
-    """Whether micro-batches go in rounds of as many as there are stages, and so have to divide by these."""
 
     def last_stage(self, stages: int) -> int:
         """Return which stage the last chunk is on."""
@@ -88,6 +226,13 @@ class Pipeline(NamedTuple):
 PIPELINES: dict[str, Pipeline] = {
     "1f1b": Pipeline(one_f_one_b, "arXiv:2104.04473 §2.2.1"),
     "gpipe": Pipeline(gpipe, "arXiv:1811.06965"),
-    "interleaved": Pipeline(interleaved, "arXiv:2104.04473 §2.2.2", chunks=None, rounds=True),
+    "looped-bfs": Pipeline(looped_bfs, "arXiv:2211.05953 §4", None),
+    "interleaved": Pipeline(interleaved, "arXiv:2104.04473 §2.2.2", None),
     "zb-h1": Pipeline(zero_bubble, "arXiv:2401.10241 §2.1"),
+    "zb-h2": Pipeline(zero_bubble_h2, "arXiv:2401.10241 §2.2"),
+    "zb-2p": Pipeline(zero_bubble_2p, "arXiv:2401.10241 §3"),
+    "interleaved-zb": Pipeline(interleaved_zero_bubble, "arXiv:2401.10241 §2.1", None),
+    "zb-v": Pipeline(zero_bubble_v, "arXiv:2401.10241 §6", 2, as_v),
+    "dualpipe-v": Pipeline(dual_pipe_v, "arXiv:2412.19437 §3.2.1", 2, as_v),
 }
+"""Those that ship, by name."""

@@ -1,0 +1,129 @@
+"""What the timetable of a pipeline comes to before any model is known: how long stages wait, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from sim.base.errors import ScheduleError
+from sim.schedule.model.step import Item
+
+_NAMES = {"F": "forward", "BW": "backward", "B": "gradients of inputs", "W": "gradients of weights"}
+_SHOWN = 4
+"""Stages that a message names."""
+_Pass = tuple[bool, int, int]
+"""What others wait for: whether it is forward, or backward up to the gradients of inputs; micro-batch and chunk."""
+
+
+class Spent(NamedTuple):
+    """When a stage begins each of its passes and ends the last one, and how long it works, in the unit of the costs."""
+
+    begins: tuple[float, ...]
+    end: float
+    busy: float
+
+
+class Played(NamedTuple):
+    """A timetable in time."""
+
+    stages: tuple[Spent, ...]
+
+    @property
+    def whole(self) -> float:
+        """Until the last stage ends: a step in which all stages wait for that, as for the norm of gradients."""
+        return max(stage.end for stage in self.stages)
+
+    @property
+    def longest(self) -> float:
+        """Of the stage that takes longest from its first pass to its last: a step in which none waits for others before
+        its update, so that stages begin the next one as they end (arXiv:2401.10241 §4, whose bubbles are of this).
+        """
+        return max(stage.end - stage.begins[0] for stage in self.stages)
+
+    def idle_share(self, step: float) -> float:
+        """Return the share of a step so long in which a stage does not work, in the mean of stages."""
+        return 1 - sum(stage.busy for stage in self.stages) / (len(self.stages) * step)
+
+
+class Held(NamedTuple):
+    """How many visits of micro-batches to chunks a stage holds at its peaks (arXiv:2401.10241 app. G)."""
+
+    activations: int
+    """Whose backward pass has not come: all that they saved."""
+    gradients: int
+    """Whose gradients of weights have not come, where those of inputs have: what is left of it."""
+    visits: int
+    """Of both together."""
+
+
+def played(tables: Sequence[Sequence[Item]], cost: Callable[[Item], float], hand_over: float = 0) -> Played:
+    """Return when stages do what their timetables say, each pass as soon as it can.
+
+    A pass takes ``cost``. What it hands on to another stage arrives ``hand_over`` later, and keeps none busy
+    (arXiv:2401.10241 app. G). Whole numbers stay whole. Raises ScheduleError where stages wait for each other, or for
+    what no stage does.
+    """
+    last = max(item.chunk for items in tables for item in items)
+    done: dict[_Pass, tuple[float, int]] = {}
+    awaited: dict[_Pass, list[int]] = {}
+    begins, clock = [list[float]() for _ in tables], [0.0] * len(tables)
+    ready = list(range(len(tables)))
+    while ready:
+        stage = ready.pop()
+        items, now = tables[stage], clock[stage]
+        while len(begins[stage]) < len(items):
+            item = items[len(begins[stage])]
+            need = _needed(item, last)
+            if need is not None:
+                if need not in done:
+                    awaited.setdefault(need, []).append(stage)
+                    break
+                end, by = done[need]
+                now = max(now, end if by == stage else end + hand_over)
+            begins[stage].append(now)
+            now += cost(item)
+            if item.kind != "W":
+                made = (item.kind == "F", item.micro, item.chunk)
+                done[made] = now, stage
+                ready += awaited.pop(made, ())
+        clock[stage] = now
+    if awaited:
+        raise ScheduleError(f"stages wait for each other: {'; '.join(_stuck(tables, [len(each) for each in begins]))}")
+    busy = (sum(map(cost, items)) for items in tables)
+    return Played(tuple(Spent(tuple(own), *rest) for own, *rest in zip(begins, clock, busy, strict=True)))
+
+
+def held(items: Iterable[Item], size: Callable[[int], int] = lambda _: 1) -> Held:
+    """Return what a stage holds at its peaks; ``size`` says how much a visit to a chunk counts, such as its layers.
+
+    >>> held([Item("F", 0, 0), Item("F", 1, 0), Item("B", 0, 0), Item("B", 1, 0), Item("W", 0, 0), Item("W", 1, 0)])
+    Held(activations=2, gradients=2, visits=2)
+    """
+    activations = gradients = 0
+    most = Held(0, 0, 0)
+    for item in items:
+        each = size(item.chunk)
+        activations += {"F": each, "W": 0}.get(item.kind, -each)
+        gradients += {"B": each, "W": -each}.get(item.kind, 0)
+        most = Held(*map(max, most, (activations, gradients, activations + gradients)))
+    return most
+
+
+def _needed(item: Item, last: int) -> _Pass | None:
+    """Return what a pass waits for; None for the first one of a micro-batch."""
+    kind, micro, chunk = item
+    if kind == "W":
+        return False, micro, chunk
+    if kind == "F":
+        return (True, micro, chunk - 1) if chunk else None
+    return (False, micro, chunk + 1) if chunk < last else (True, micro, chunk)
+
+
+def _stuck(tables: Sequence[Sequence[Item]], at: Sequence[int]) -> Iterator[str]:
+    """Yield what stages stand before, of the first few that stand."""
+    standing = [stage for stage, items in enumerate(tables) if at[stage] < len(items)]
+    for stage in standing[:_SHOWN]:
+        kind, micro, chunk = tables[stage][at[stage]]
+        yield f"stage {stage} before {_NAMES[kind]} of micro-batch {micro} in chunk {chunk}"
+    if len(standing) > _SHOWN:
+        yield f"{len(standing) - _SHOWN} more"

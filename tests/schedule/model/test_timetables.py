@@ -1,0 +1,276 @@
+"""Timetables of pipelines: each pass once, none waits in vain, and bubbles and memory as papers state them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from sim.base.errors import InputError, ScheduleError
+from sim.schedule.model.pipeline.account import Held, Spent, held, played
+from sim.schedule.model.pipeline.timetables import PIPELINES, zero_bubble_ahead
+from sim.schedule.model.step import Item
+from tests.helpers import by_tier
+
+
+class Size(NamedTuple):
+    stages: int
+    micros: int
+    chunks: int = 1
+
+
+class Times(NamedTuple):
+    """Those of a micro-batch in one chunk: forward, gradients of inputs, gradients of weights."""
+
+    F: float
+    B: float
+    W: float
+
+    def of(self, item: Item) -> float:
+        return self.B + self.W if item.kind == "BW" else self._asdict()[item.kind]
+
+
+def tables(name: str, size: Size) -> list[list[Item]]:
+    return [PIPELINES[name].timetable(stage, *size) for stage in range(size.stages)]
+
+
+def bubbles(name: str, size: Size, times: Times) -> tuple[float, float]:
+    """Return the idle time of the step, and that of the stage that takes longest."""
+    found = played(tables(name, size), times.of)
+    work = size.micros * size.chunks * sum(times)
+    assert {stage.busy for stage in found.stages} == {work}
+    return found.whole - work, found.longest - work
+
+
+def spelled(items: Iterable[Item]) -> str:
+    return " ".join(f"{item.kind}{item.micro}.{item.chunk}" for item in items)
+
+
+def test_by_hand() -> None:
+    assert spelled(tables("zb-h2", Size(2, 3))[0]) == "F0.0 F1.0 F2.0 B0.0 W0.0 B1.0 W1.0 B2.0 W2.0"
+    assert spelled(tables("zb-h2", Size(2, 3))[1]) == "F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 W0.1 W1.1 W2.1"
+    assert spelled(tables("looped-bfs", Size(2, 2, 2))[1]) == "F0.1 F1.1 F0.3 F1.3 BW1.3 BW0.3 BW1.1 BW0.1"
+    assert spelled(tables("zb-v", Size(1, 2, 2))[0]) == "F0.0 F0.1 B0.1 W0.1 F1.0 B0.0 W0.0 F1.1 B1.1 W1.1 B1.0 W1.0"
+    assert spelled(tables("dualpipe-v", Size(1, 2, 2))[0]) == "F0.0 F0.1 F1.0 BW0.1 F1.1 BW0.0 BW1.1 B1.0 W1.0"
+
+
+STAGES = range(1, 17)
+EVERY = list(product(PIPELINES, STAGES))
+TESTED = [(name, stages) for name, stages in EVERY if stages in {1, 2, 3, 4}]
+
+
+def sizes(name: str, stages: int) -> Iterator[Size]:
+    """Those of a pipeline over so many stages: p to 4p micro-batches, and one to four chunks a stage."""
+    own = PIPELINES[name].chunks
+    for micros, chunks in product(range(stages, 4 * stages + 1), [own] if own else range(1, 5)):
+        rounds = micros // stages if name.startswith("interleaved") and chunks > 1 else 1
+        if micros % rounds == 0 and (name != "dualpipe-v" or micros >= 2 * stages):
+            yield Size(stages, micros, chunks)
+
+
+@pytest.mark.parametrize("cell", by_tier(TESTED, TESTED, EVERY))
+def test_each_micro_batch_passes_each_chunk_once_and_none_waits_in_vain(cell: tuple[str, int]) -> None:
+    name, stages = cell
+    for size in sizes(name, stages):
+        found = tables(name, size)
+        passes = Counter(item for items in found for item in items)
+        assert set(passes.values()) == {1}
+        for micro, chunk in product(range(size.micros), range(stages * size.chunks)):
+            kinds = {kind for kind in ("F", "BW", "B", "W") if passes.pop(Item(kind, micro, chunk), 0)}  # type: ignore[arg-type]
+            assert kinds in ({"F", "BW"}, {"F", "B", "W"})
+        assert not passes
+        for stage, items in enumerate(found):
+            assert {PIPELINES[name].stage_of(item.chunk, stages) for item in items} == {stage}
+        assert played(found, lambda _: 1).whole >= size.micros * size.chunks * 2
+
+
+UNEQUAL = [Times(*each) for each in ((2, 2, 2), (3, 2, 2), (2, 5, 1), (5, 3, 2), (1, 2, 3), (4, 1, 2))]
+"""In whole units, so that sums are exact."""
+SPLIT = [times for times in UNEQUAL if min(times.F, times.B) >= times.W]
+"""What the closed forms of zero bubbles hold for."""
+
+
+@pytest.mark.parametrize("stages", by_tier((2, 3), (2, 3, 4), range(2, 17)))
+def test_bubbles_of_closed_forms(stages: int) -> None:
+    """Equal stages, no communication. GPipe and 1F1B: arXiv:2104.04473 §2.2.1, with chunks §2.2.2; zero bubbles:
+    arXiv:2401.10241 §2 and Table 1, of which ZB-H2 waits for no other stage at the end of a step. That of ZB-2p follows
+    as its do: W of a stage is three micro-batches later than that of the stage before, not two.
+    """
+    p = stages
+    for m, v in product(range(p, 4 * p + 1), range(1, 5)):
+        for F, B, W in UNEQUAL if p < 5 else UNEQUAL[2:4]:
+            if v == 1:
+                assert bubbles("1f1b", Size(p, m), Times(F, B, W))[0] == (p - 1) * (F + B + W)
+                assert bubbles("gpipe", Size(p, m), Times(F, B, W))[0] == (p - 1) * (F + B + W)
+            if m % p == 0:
+                assert bubbles("looped-bfs", Size(p, m, v), Times(F, B, W))[0] == (p - 1) * (F + B + W)
+                assert bubbles("interleaved", Size(p, m, v), Times(F, B, W))[0] == (p - 1) * (F + B + W)
+        for F, B, W in SPLIT if p < 5 else SPLIT[2:4]:
+            if v == 1:
+                assert bubbles("zb-h1", Size(p, m), Times(F, B, W))[0] == (p - 1) * (F + B - W)
+            if v == 1 and m >= 3 * p - 2 and F >= B:
+                assert bubbles("zb-2p", Size(p, m), Times(F, B, W))[1] == (p - 1) * max(F + B - 3 * W, 0)
+            if v == 1 and m >= 2 * p - 1:
+                assert bubbles("zb-h2", Size(p, m), Times(F, B, W))[1] == (p - 1) * (F + B - 2 * W)
+            if m % p == 0:
+                assert bubbles("interleaved-zb", Size(p, m, v), Times(F, B, W))[0] == (p - 1) * (F + B - W)
+
+
+@pytest.mark.parametrize("stages", by_tier((2, 4), (2, 4), range(2, 17)))
+def test_bubbles_of_chunks_as_a_v(stages: int) -> None:
+    """ZB-V has none where all passes are as long (arXiv:2401.10241 §6). DualPipeV has those that DeepSeek-V3's Table 2
+    prints, (p/2-1)(FB + F + B + W - 3W) for p chunks, at most: FB, a pair of passes, is one after the other here, and
+    forward hands on before backward begins.
+    """
+    for m in range(2 * stages, 4 * stages + 1):
+        assert bubbles("zb-v", Size(stages, m, 2), Times(3, 3, 3))[1] == 0
+        for F, B, W in SPLIT:
+            idle, _ = bubbles("dualpipe-v", Size(stages, m, 2), Times(F, B, W))
+            assert idle <= (stages - 1) * ((F + B + W) + (B + W) - 3 * W)
+            if F == B:
+                assert idle == (stages - 1) * (F + B - W)
+
+
+@pytest.mark.parametrize("stages", by_tier((2, 4), (2, 4), range(2, 17)))
+def test_activations_of_closed_forms(stages: int) -> None:
+    """Visits of a micro-batch to a chunk, by stage s. arXiv:2104.04473 §2.2.1, and Megatron-LM's warm-up with chunks;
+    arXiv:2401.10241 Table 1 and §6; DeepSeek-V3's Table 2, p + 1 of p chunks.
+    """
+    p = stages
+    for m in range(p, 4 * p + 1):
+        for s, items in enumerate(tables("1f1b", Size(p, m))):
+            assert held(items) == Held(min(m, p - s), 0, min(m, p - s))
+        for v, (s, items) in product(range(1, 5), enumerate(tables("looped-bfs", Size(p, m)))):
+            assert held(PIPELINES["looped-bfs"].timetable(s, p, m, v)).visits == held(items).visits * v == m * v
+        assert {held(items).visits for items in tables("zb-h1", Size(p, m))} == {p}
+        if m >= 2 * p - 1:
+            assert {held(items).visits for items in tables("zb-h2", Size(p, m))} == {2 * p - 1}
+            assert {held(items).visits for items in tables("zb-v", Size(p, m, 2))} == {2 * p}
+        if m >= 3 * p - 2:
+            assert [held(items).visits for items in tables("zb-2p", Size(p, m))] == [2 * p - 1 + s for s in range(p)]
+        if m >= 2 * p:
+            assert {held(items).visits for items in tables("dualpipe-v", Size(p, m, 2))} == {2 * p + 1}
+    for m, v in product(range(p, 4 * p + 1, p), range(1, 5)):
+        for s, items in enumerate(tables("interleaved", Size(p, m, v))):
+            assert held(items).visits == min(m * v, 2 * (p - 1 - s) + (v - 1) * p + 1)
+        assert {held(items).visits for items in tables("interleaved-zb", Size(p, m, v))} == {p * v}
+
+
+TABLE_9 = {
+    24: (Times(29.718, 29.444, 19.927), 0.527),
+    32: (Times(29.802, 29.428, 19.53), 0.577),
+    64: (Times(29.935, 29.621, 19.388), 0.535),
+}
+"""Passes of a micro-batch of 6.2B over 8 stages, and what is handed on, in ms, by micro-batches: arXiv:2401.10241."""
+TABLE_5 = {
+    "1f1b": (0.2347, 0.1898, 0.1091),
+    "zb-h1": (0.1323, 0.1045, 0.0554),
+    "zb-h2": (0.0698, 0.0559, 0.0294),
+}
+"""Its shares of the longest stage that are idle; those of ZB-1p are those of ZB-H1."""
+ZB_2P = {24: (3, 0.0029), 32: (4, 0.0022), 64: (4, 0.001)}
+"""Those of ZB-2p, whose order is searched, with how much later each stage has gradients of weights here."""
+INTERLEAVED = (0.0808, 0.0628, 0.032)
+"""Those of its 1F1B-I, with one of 32 layers a chunk."""
+
+
+@pytest.mark.parametrize("name", TABLE_5)
+def test_bubble_rates_as_printed(name: str) -> None:
+    for (m, (times, hand_over)), printed in zip(TABLE_9.items(), TABLE_5[name], strict=True):
+        found = played(tables(name, Size(8, m)), times.of, hand_over)
+        assert round(found.idle_share(found.longest), 4) == printed
+
+
+def test_bubble_rates_of_a_searched_order_as_printed() -> None:
+    for m, (late, printed) in ZB_2P.items():
+        times, hand_over = TABLE_9[m]
+        found = played([zero_bubble_ahead(stage, 8, m, late) for stage in range(8)], times.of, hand_over)
+        assert round(found.idle_share(found.longest), 4) == printed
+
+
+def test_bubble_rates_of_interleaved_as_printed_but_for_a_round() -> None:
+    """They have p hand-overs less than the order needs. The first micro-batch is handed on pv - 1 times before any
+    goes back, and the last one so often after all have gone forward: its round fills each chunk exactly.
+    """
+    p, v = 8, 4
+    for (m, (times, hand_over)), printed in zip(TABLE_9.items(), INTERLEAVED, strict=True):
+        of_chunk = Times(*(each / v for each in times))
+        found = played(tables("interleaved", Size(p, m, v)), of_chunk.of, hand_over)
+        work, fill = m * sum(times), (p - 1) * sum(of_chunk)
+        assert found.longest == pytest.approx(work + fill + 2 * (p * v - 1) * hand_over)
+        assert round(1 - work / (found.longest - p * hand_over), 4) == printed
+        assert 0 < found.idle_share(found.longest) - printed < 0.002
+
+
+TORCHS: dict[str, Any] = {
+    "looped-bfs": torch_schedules.ScheduleLoopedBFS,
+    "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+    "interleaved-zb": torch_schedules.ScheduleInterleavedZeroBubble,
+    "zb-v": torch_schedules.ScheduleZBVZeroBubble,
+    "dualpipe-v": torch_schedules.ScheduleDualPipeV,
+}
+
+
+def of_torch(name: str, size: Size, stage: int) -> str:
+    """What torch's schedule does on a rank, of passes alone."""
+    own = TORCHS[name].__new__(TORCHS[name])  # its constructor wants modules
+    own.pp_group_size, own._n_microbatches, own.n_local_stages = size
+    own._stages, own.num_stages = [None] * size.chunks, size.stages * size.chunks
+    own.microbatches_per_round = size.micros // max(1, size.micros // size.stages)
+    actions = [action for action in own._calculate_single_rank_operations(stage) if action]
+    letters = {"F": "F", "B": "BW", "I": "B", "W": "W"}
+    passes = [one for action in actions for one in action.sub_actions or [action]]
+    return spelled(
+        Item(letters[one.computation_type.value], one.microbatch_index, one.stage_index)  # type: ignore[arg-type]
+        for one in passes
+    )
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_the_order_is_that_of_torch(name: str) -> None:
+    for stages in (1, 2, 3, 5):
+        for size in sizes(name, stages):
+            for stage, items in enumerate(tables(name, size)):
+                assert spelled(items) == of_torch(name, size, stage)
+
+
+def test_few_micro_batches() -> None:
+    """Fewer than stages."""
+    for name, m in product(PIPELINES, (1, 2, 3)):
+        chunks = PIPELINES[name].chunks or 2
+        if name != "dualpipe-v":
+            assert played(tables(name, Size(4, m, chunks)), lambda _: 1).whole > 0
+    with pytest.raises(InputError, match="dualpipe-v over 4 stages takes 8 micro-batches or more, not 7"):
+        tables("dualpipe-v", Size(4, 7, 2))
+    for name in ("interleaved", "interleaved-zb"):
+        with pytest.raises(
+            InputError, match=r"9 micro-batches over 4 stages: .*nearest are 8 or 10; .*micro_batches=10"
+        ):
+            tables(name, Size(4, 9, 2))
+
+
+def test_an_account_by_hand() -> None:
+    """Of 1F1B, forward 1, backward 2. Stage 0: F0 to 1, F1 to 2. Stage 1: F0 from 1.5 to 2.5, B0 to 4.5, F1 to 5.5,
+    B1 to 7.5. Stage 0: B0, which arrives at 5, to 7; B1, which arrives at 8, to 10.
+    """
+    tables_ = [[Item("F", 0, 0), Item("F", 1, 0), Item("BW", 0, 0), Item("BW", 1, 0)]]
+    tables_ += [[Item("F", 0, 1), Item("BW", 0, 1), Item("F", 1, 1), Item("BW", 1, 1)]]
+    found = played(tables_, Times(1, 1, 1).of, 0.5)
+    assert found.stages == (Spent((0, 1, 5, 8), 10, 6), Spent((1.5, 2.5, 4.5, 5.5), 7.5, 6))
+    assert found.whole == found.longest == 10
+    assert found.idle_share(10) == pytest.approx(0.4)
+
+
+def test_stages_that_wait_for_each_other_are_named() -> None:
+    first = [Item("F", 0, 0), Item("BW", 0, 0), Item("F", 1, 0), Item("BW", 1, 0)]
+    second = [Item("F", 0, 1), Item("F", 1, 1), Item("BW", 1, 1), Item("BW", 0, 1)]
+    with pytest.raises(
+        ScheduleError, match=r"stage 0 before backward of micro-batch 0 in chunk 0; stage 1 before forward"
+    ):
+        played([first, second], lambda _: 1)
+    with pytest.raises(ScheduleError, match="stage 0 before gradients of weights of micro-batch 0 in chunk 0"):
+        played([[Item("F", 0, 0), Item("W", 0, 0), Item("B", 0, 0)]], lambda _: 1)
