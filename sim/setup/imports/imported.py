@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,26 +14,18 @@ import msgspec
 from sim.base.errors import InputError
 from sim.setup import names
 from sim.setup.global_batch import sequences_of
-from sim.setup.imports.facts import ALL_LINEAR, BLOCK, PROJECTIONS, Row, Said, Understood, targets_of, understood
+from sim.setup.imports.facts import ALL_LINEAR, PROJECTIONS, Row, Said, Understood, targets_of, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
+from sim.setup.imports.model import model_of
 from sim.setup.imports.reading import File, read
 from sim.setup.setup import Setup
 from sim.setup.stacks import stack_of
 from sim.software.attention import kernels_of
 from sim.software.software import load_software
 from sim.words.options import OF_STEPS
-from sim.words.workload import ModelSpec
 
 CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""
-_DIMS = {
-    "layers": "num_layers", "hidden": "embed_dim", "ffn": "ffn_dim", "heads": "num_heads", "kv_heads": "num_kv_heads",
-    "head_dim": "head_dim", "vocab": "vocab_size",
-}  # fmt: skip
-_LIKE = "llama3-8b"
-"""The model whose other figures are taken for one that is given by its sizes."""
-_NOT_SIZES = {"name", "source", "notes", "dtype", "rope_theta", "norm_epsilon"}
-"""What models of the same sizes may differ in without taking another time."""
 
 _AS_FACTS = {"cp": "cp", "accumulate": "accumulation"}
 """What is given as a file would say it, and comes before what files say."""
@@ -117,7 +109,7 @@ class Imported:
         facts = self.understood.facts
         if "model" not in given:
             try:
-                _model_of(self.understood)
+                model_of(self.understood)
             except InputError as error:
                 said = facts.get("flavor") or facts.get("model") or Said("(missing)", "model")
                 yield Row(said.key, said.value, "not sayable", f"{error}")
@@ -143,53 +135,6 @@ def imported(*paths: str | Path, framework: str | None = None, anyway: bool = Fa
     return Imported(files, tuple(framework_of(file, framework) for file in files), anyway)
 
 
-def _model_of(said: Understood) -> dict[str, Any]:
-    """Return the model that files say, as fields of a setup; raises InputError where it is none that is known."""
-    facts = {name: one.value for name, one in said.facts.items()}
-    if "flavor" in facts:
-        facts["model"] = f"{facts.get('family', '')}-{facts['flavor']}".lower()
-    if {"layers", "hidden", "heads"} <= facts.keys():
-        return _by_sizes(facts)
-    if "model" not in facts:
-        raise InputError("no key says which model it is: set `model`")
-    name = facts["model"]
-    if name.startswith((".", "/", "~")) or name.endswith((".toml", ".json")):
-        raise InputError(f"{name!r} is a path, which is not opened: set `model`")
-    model = names.model(name)
-    block = {field: facts[field] for field in BLOCK if field in facts}
-    differs = names.model(name, set=block) != model
-    return {"model": name} | ({"set": {f"model.{field}": value for field, value in block.items()}} if differs else {})
-
-
-def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
-    """Return a model by its sizes: the preset that has them all, or another one with these set."""
-    heads, hidden = int(facts["heads"]), int(facts["hidden"])
-    gated = facts.get("mlp") != "gelu"
-    ffn = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden  # Megatron-LM arguments.py
-    sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": ffn}
-    if facts.get("gqa") == "false":
-        facts = {name: value for name, value in facts.items() if name != "kv_heads"}
-    sizes |= {name: int(facts[name]) for name in _DIMS if facts.get(name, "").isdecimal()}
-    changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
-    changes |= {name: facts[name] for name in BLOCK if name in facts}
-    changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
-    own = names.model(_LIKE, set=changes)
-    preset = _preset(own, not_said=frozenset({"vocab_size"} if "vocab" not in facts else ()))
-    if preset is not None:
-        return {"model": preset}
-    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
-
-
-@cache
-def _preset(own: ModelSpec, not_said: frozenset[str]) -> str | None:
-    """Return the preset that has the sizes of a model, but for those that nobody has said; None if there is none."""
-    compared = {*own.__struct_fields__} - _NOT_SIZES - not_said
-    for preset in names.names("models"):
-        if all(getattr(names.model(preset), field) == getattr(own, field) for field in compared):
-            return preset
-    return None
-
-
 class _Writer:
     """Writes the setup of a run, part by part, and what it takes for granted."""
 
@@ -211,7 +156,7 @@ class _Writer:
 
     def answer(self) -> Answer:
         """Return the setup; raises InputError where what is said does not go together."""
-        model = {} if "model" in self.given else _model_of(self.said)
+        model = {} if "model" in self.given else model_of(self.said)
         cluster = self.given.get("cluster", CLUSTER)
         if "cluster" not in self.given:
             self.assumptions.append(f"cluster {CLUSTER}: files do not say which GPUs there are; set `cluster`")
