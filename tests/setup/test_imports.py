@@ -397,6 +397,20 @@ def test_what_is_no_configuration_is_refused_in_a_line(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("asked", "where"),
+    [(["simulate", "--from"], "--from"), (["import"], "the argument FILE"), (["explain"], "the argument FILE")],
+)
+def test_a_file_that_is_not_there_is_told_with_where_it_is_set(
+    asked: list[str], where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*asked, "nothing.toml"])
+    assert capsys.readouterr().err.rstrip().endswith(f"; set it with {where}")
+    with pytest.raises(InputError, match="set it with `paths`"):
+        longstep.imported("nothing.toml")
+
+
+@pytest.mark.parametrize(
     "value",
     [
         ".nan",

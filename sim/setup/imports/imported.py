@@ -117,11 +117,13 @@ class Imported:
             yield Row("seq", "(missing)", "not sayable", "no key says how long sequences are: set `seq`")
 
 
-def imported(*paths: str | Path, framework: str | None = None, anyway: bool = False) -> Imported:
+def imported(
+    *paths: str | Path, framework: str | None = None, anyway: bool = False, where: str = "`paths`"
+) -> Imported:
     """Return what one or several files say of a run, such as a DeepSpeed JSON and the arguments of its trainer.
 
     Which framework each is of is seen by its keys, or said for all of them. Raises InputError for what is no
-    configuration, and for a framework that is not known.
+    configuration, and for a framework that is not known; of a path that cannot be read it says ``where`` paths are set.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
@@ -130,8 +132,8 @@ def imported(*paths: str | Path, framework: str | None = None, anyway: bool = Fa
     ('schedule.zero_stage=2', 'schedule.checkpoint=none')
     """
     if not paths:
-        raise InputError("`from_file`: expected a configuration file")
-    files = tuple(read(str(path)) for path in paths)
+        raise InputError(f"{where}: expected a configuration file")
+    files = tuple(read(str(path), where) for path in paths)
     return Imported(files, tuple(framework_of(file, framework) for file in files), anyway)
 
 

@@ -35,9 +35,11 @@ class File(NamedTuple):
     """Its values by their keys, as ``shown``; keys in tables are dotted."""
 
 
-def read(path: str) -> File:
-    """Return the keys of a file; raises InputError for what is no configuration, or larger than any is."""
-    return file_of(path, read_bytes("configuration", path, "`from_file`"))
+def read(path: str, where: str = "`paths`") -> File:
+    """Return the keys of a file; raises InputError for what is no configuration, or larger than any is, and for what
+    cannot be read, with ``where`` another path is set.
+    """
+    return file_of(path, read_bytes("configuration", path, where))
 
 
 def file_of(path: str, data: bytes) -> File:
