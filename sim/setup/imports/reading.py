@@ -65,11 +65,11 @@ def file_of(path: str, data: bytes) -> File:
 def shown(value: object) -> str:
     """Return a value as tables of values have it: true, 8, none, 0.5, or a text.
 
-    >>> shown(True), shown(8.0), shown(None), shown("Full"), shown(["a", 2])
-    ('true', '8', 'none', 'Full', 'a 2')
+    >>> shown(True), shown(8.0), shown(None), shown("Full"), shown(["a", 2]), shown([["a", "b"], ["c"]])
+    ('true', '8', 'none', 'Full', 'a 2', 'a b | c')
     """
     if isinstance(value, list):
-        return " ".join(map(shown, value))
+        return (" | " if any(isinstance(one, list) for one in value) else " ").join(map(shown, value))
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value in {"True", "False", "None"}):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
