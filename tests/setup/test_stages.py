@@ -161,7 +161,8 @@ REFUSED: dict[str, tuple[tuple[str, list[tuple[str, str]]], str]] = {
     "chunks that do not divide": (megatron(2, 2, "--num-virtual-stages-per-pipeline-rank 3"),
         "num_virtual_stages_per_pipeline_rank 3 do not cut stages of 16, 16 layers"),
     "groups of micro-batches": (megatron(2, 2, "--num-virtual-stages-per-pipeline-rank 2 "
-        "--microbatch-group-size-per-vp-stage 4"), "microbatch_group_size_per_vp_stage 4: chunks take one"),
+        "--microbatch-group-size-per-virtual-pipeline-stage 4"),
+        "microbatch_group_size_per_virtual_pipeline_stage 4: chunks take one"),
     "a layout of other layers": (megatron(2, 2, "--pipeline-model-parallel-layout 'Et*9|t*9L'"), "has 18 layers in 2"),
     "predicted tokens": (megatron(2, 2, "--pipeline-model-parallel-layout 'Et*16|t*16,mL'"), "several tokens is not"),
     "a head of its own": (megatron(2, 2, "--pipeline-model-parallel-layout 'Et*16|t*16Lt'"), "to end with the head"),
@@ -171,8 +172,6 @@ REFUSED: dict[str, tuple[tuple[str, list[tuple[str, str]]], str]] = {
     "an engine": (nanotron(2, "  pp_engine: dualpipe", 8), "nanotron has no other"),
     "a head before the last stage": (nanotron(16, "", 1, ("vocab_size: 128256", "vocab_size: 4000000")),
         "nanotron puts norm, head and loss on stages"),
-    "tied embeddings": (nanotron(2, "", 8, ("tie_word_embeddings: false", "tie_word_embeddings: true")),
-        "`pp_degree` 2: an embedding that is the head, too, is not split over stages yet"),
 }  # fmt: skip
 
 
@@ -180,7 +179,15 @@ REFUSED: dict[str, tuple[tuple[str, list[tuple[str, str]]], str]] = {
 def test_stages_that_are_not_played_are_refused(name: str, tmp_path: Path) -> None:
     what, says = REFUSED[name]
     with pytest.raises(InputError, match=re.escape(says)):
-        imported(of(what, tmp_path)).setup().resolved().built()
+        imported(of(what, tmp_path)).setup()
+
+
+def test_an_embedding_that_is_the_head_is_on_both_ends(tmp_path: Path) -> None:
+    tied = nanotron(2, "  pp_engine: 1f1b", 8, ("tie_word_embeddings: false", "tie_word_embeddings: true"))
+    found = imported(of(tied, tmp_path)).setup(layers=4, seq="1K")
+    assert found.resolved().workload.model.tied_embeddings
+    assert dict(names.pairs(found.set))["schedule.pipeline_layers"] == "4,0"  # the head computes as much as 2.2 layers
+    assert "both ends" in {one.name for one in found.resolved().built().header.communicators}
 
 
 def test_stages_that_are_not_played_have_a_nearest(tmp_path: Path) -> None:
