@@ -55,6 +55,11 @@ def of(what: tuple[str, list[tuple[str, str]]], tmp_path: Path) -> Path:
     return changed(tmp_path, file, *changes)
 
 
+NAMES_SINCE_2026 = [
+    ("local_batch_size = 8", "num_tokens_per_microbatch_per_dp_rank = 262144"), ("seq_len", "max_context_length"),
+    ("global_batch_size = 8", "num_tokens_per_train_step = 1048576"),
+]  # fmt: skip
+"""Two sequences in each micro-batch, eight in a step."""
 TITAN_HAS = {"schedule.rotary_table": "true", "schedule.zero_stage": "2", "schedule.sync": "last"}
 MEGATRON_HAS = {"schedule.zero_stage": "1", **TE}
 BF16 = [("tensor_model_parallel_size: 4", "tensor_model_parallel_size: 1"), ("fp8_current", "bf16_mixed")]
@@ -76,7 +81,7 @@ PLAYED: dict[str, tuple[tuple[str, list[tuple[str, str]]], dict[str, Any], dict[
             "module_fqns_per_model_part = " + str([
                 ["tok_embeddings", *(f"layers.{n}" for n in range(5))], [f"layers.{n}" for n in range(5, 15)],
                 [f"layers.{n}" for n in range(15, 25)], [*(f"layers.{n}" for n in range(25, 32)), "norm", "output"],
-            ]))[1], ('forward = "default"', 'forward = "always"')]), {}, {
+            ]))[1], ('forward = "default"', 'forward = "always"'), *NAMES_SINCE_2026]), {}, {
             "schedule": "zigzag", "gpus": 32, "pp_degree": 4, "ring_degree": 8, "batch": 8,
             "set": {"schedule.rotary_table": "true", "schedule.sync": "last", "schedule.micro_batches": "4",
                 "schedule.pipeline_schedule": "gpipe", "schedule.pipeline_layers": "5,10,10,7"}}),
@@ -149,6 +154,10 @@ REFUSED: dict[str, tuple[tuple[str, list[tuple[str, str]]], str]] = {
     "parts of three": (titan(2, "pipeline_parallel_microbatch_size = 3"),
         "pipeline_parallel_microbatch_size 3 does not divide the 8 sequences of training.local_batch_size"),
     "turns": (titan(2, local=4), "each of 2 turns of 4 sequences fills the pipeline and empties it"),
+    "turns by tokens": ((TITAN, [*titan(2, "num_pp_microbatches = 2")[1], *NAMES_SINCE_2026]),
+        "turns of 4 sequences fills the pipeline and empties it, which is not played: set parallelism.num_pp_microb"),
+    "no number of micro-batches": ((TITAN, [*titan(2)[1], *NAMES_SINCE_2026]),
+        "no key says how many go through the pipeline: set parallelism.num_pp_microbatches, or `accumulate`"),
     "modules out of order": (titan(2, 'module_fqns_per_model_part = [["tok_embeddings", "layers.1"], ["layers.0",'
         '"norm", "output"]]'), "layers are not in the order of the model"),
     "too few modules": (titan(2, 'module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]]'),
@@ -229,6 +238,8 @@ def test_stages_that_are_typed_come_before_those_of_files(tmp_path: Path) -> Non
     typed = dict(names.pairs(found.setup(set=["schedule.pipeline_layers=20,12"]).set))
     assert typed["schedule.pipeline_layers"] == "20,12"
     assert found.setup(layers=8, set=["schedule.pipeline_schedule=1f1b"]).resolved().options.pipeline_layers == "6,2"
+    tokens = imported(of(REFUSED["no number of micro-batches"][0], tmp_path)).setup(accumulate=3)
+    assert (tokens.batch, dict(names.pairs(tokens.set))["schedule.micro_batches"]) == (6, "3")
     with pytest.raises(InputError, match="`pp_degree` 0"):
         found.setup(pp_degree=0)
 

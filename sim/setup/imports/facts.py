@@ -47,7 +47,7 @@ FACTS: dict[str, str] = {
     "last_less": "as how many layers the head counts on the last stage",
     "chunk_group": "micro-batches that each chunk takes before the next one",
     "pp_micro_batch": "sequences of a replica that go through a pipeline at once",
-    "pp_pieces": "parts of what a replica has at once that go through a pipeline one by one",
+    "pp_pieces": "micro-batches of a replica that go through a pipeline one after the other",
     "shard": "groups of such ranks over which weights are sharded; -1 for all that are left",
     "replicate": "copies of the sharded weights",
     "reshard": "whether gathered weights are dropped behind the forward pass: false; by-stages for not in a pipeline",

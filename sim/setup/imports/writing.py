@@ -271,31 +271,40 @@ class Writer:
 
     def _piece(self, at_once: int, replicas: int, seq: int) -> int:
         """Return how many sequences of a replica go forward and backward at once: parts of what it has ``at_once``
-        where a pipeline divides these. Raises InputError where they do not divide, and where a step is several such
-        turns, each of which fills the pipeline and empties it, unless ``anyway``.
+        where a pipeline divides these, or all of it where it takes several. Raises InputError where they do not divide,
+        and where a step is several such turns, each of which fills the pipeline and empties it, unless ``anyway``.
         """
-        by = next((fact for fact in ("pp_pieces", "pp_micro_batch") if fact in self.facts), None)
-        if self.pp == 1 or by is None:
+        if self.pp == 1 or not {"pp_pieces", "pp_micro_batch"} & self.facts.keys():
             return at_once
-        count, typed = self._count(by), self.given.get("global_batch")
-        if at_once % count:
+        piece, turn = at_once, at_once * self._count("pp_pieces")
+        if "pp_pieces" not in self.facts and "micro_tokens" in self.facts:  # which are those of one micro-batch
+            if "accumulation" in self.typed:
+                return at_once
             raise InputError(
-                f"{self._named(by)} {count} does not divide the {at_once} sequences of {self._named('micro_batch')}: "
-                f"change one of them, or set `batch`"
+                f"{self._named('micro_tokens')} is of one micro-batch, and no key says how many go through the "
+                f"pipeline: set parallelism.num_pp_microbatches, or `accumulate`"
             )
-        piece = at_once // count if by == "pp_pieces" else count
+        if "pp_pieces" not in self.facts:
+            piece, turn = self._count("pp_micro_batch"), at_once
+        if turn % piece:
+            raise InputError(
+                f"{self._named('pp_micro_batch')} {piece} does not divide the {turn} sequences of "
+                f"{self._named('micro_batch')}: change one of them, or set `batch`"
+            )
+        typed = self.given.get("global_batch")
         batch = self._of_tokens("global", seq) if typed is None else sequences_of(typed, seq)
-        turns = (batch or 0) // (at_once * replicas)
+        turns = (batch or 0) // (turn * replicas)
         if turns <= 1:
-            self.facts.setdefault("accumulation", str(at_once // piece))
+            self.facts.setdefault("accumulation", str(turn // piece))
         elif "accumulation" not in self.typed:
-            why = f"each of {turns} turns of {at_once} sequences fills the pipeline and empties it, which is not played"
+            why = f"each of {turns} turns of {turn} sequences fills the pipeline and empties it, which is not played"
             if typed is None and not self.anyway:
+                larger = "pp_pieces" if "pp_pieces" in self.facts else "micro_batch"
                 raise InputError(
-                    f"{self._named('global_batch')} {batch} on {replicas} replicas: {why}: set "
-                    f"{self._named('micro_batch')} to {at_once * turns}, or `accumulate`"
+                    f"{self._named('global_batch')} is {batch} sequences on {replicas} replicas: {why}: set "
+                    f"{self._named(larger)} to {turns} times as much, or `accumulate`"
                 )
-            self.assumptions.append(f"one turn of {at_once * turns} sequences: {why}; set `accumulate`")
+            self.assumptions.append(f"one turn of {turn * turns} sequences: {why}; set `accumulate`")
         return piece
 
     def _of_tokens(self, which: str, seq: int) -> int | None:
