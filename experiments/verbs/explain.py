@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 from rich.console import Console
@@ -32,6 +32,7 @@ class Explain(FileSelection):
     consist of, and which single changes help most, as keys of its framework.
     """
 
+    PATHS: ClassVar[str] = "the argument FILE"
     from_file: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(name="files")] = ()
     """FILEs, as of longstep import. Nothing in them is run."""
     log: OptionalText = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 from rich.console import Console
@@ -28,6 +28,7 @@ class Import(FileSelection):
     accelerate, axolotl, ms-swift, nanotron or Megatron-Bridge: as a command, as Python, and key by key.
     """
 
+    PATHS: ClassVar[str] = "the argument FILE"
     from_file: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(name="files")] = ()
     """FILEs: TOML, JSON, YAML, a shell script, or arguments as Megatron-LM prints them. Nothing in them is run."""
     json: bool = False

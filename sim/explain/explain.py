@@ -66,10 +66,15 @@ def explain(
 
 @garbage_collection_off()
 def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> Explanation:
-    """Return the same of files that were read, and of what a log says."""
+    """Return the same of files that were read, and of what a log says; raises InputError for a pipeline, too."""
     if given.get("scope", "step") != "step":
         raise InputError(f"`scope` {given['scope']}: explained are training steps; set `scope` step, or leave it out")
     setup, assumptions = found.answer(**given)
+    if setup.pp_degree > 1:
+        raise InputError(
+            f"`pp_degree` {setup.pp_degree}: changes are weighed by a few layers and micro-batches, which say nothing "
+            f"of a pipeline yet: longstep simulate predicts it; or set `pp_degree` 1"
+        )
     rows = found.rows(**given)
     predicted = _without_noise(shortened(setup)).predicted()
     step = _Step(setup, predicted)
@@ -90,7 +95,7 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
         title=found.title,
         paths=tuple(file.path for file in found.files),
         assumptions=assumptions,
-        defaults=tuple(row for row in rows if row.state == "taken" and row.value.startswith("(")),
+        defaults=tuple(row for row in rows if row.state == "taken" and row.is_default),
         left_out=tuple(row for row in rows if row.state == "not sayable"),
         step_time_s=step.step_time_s,
         interval_s=within and (within.low_s * longer, within.high_s * longer),

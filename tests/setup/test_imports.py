@@ -20,9 +20,10 @@ from sim.base.presets import override
 from sim.schedule.methods.catalog import NAMED
 from sim.setup import names
 from sim.setup.imports.facts import FACTS, facts_of
-from sim.setup.imports.frameworks import frameworks
+from sim.setup.imports.frameworks import Framework, frameworks
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import read
+from sim.setup.imports.stages import CUTS
 from sim.setup.names import Assumed, Untold
 from sim.setup.spelled import command_of, python_of
 from sim.software.software import Kernels
@@ -100,7 +101,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
 REFUSED = {
     "torchtitan-llama3-405b.toml": {"parallelism.tensor_parallel_degree", "model.converters"},
     "megatron-arguments.txt": {
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "recompute_granularity",
+        "tensor_model_parallel_size", "recompute_granularity",
     },
     "deepspeed-zeropp.json": {
         "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_weights",
@@ -114,9 +115,9 @@ REFUSED = {
     "peft-dora.json": {"bias", "lora_dropout", "modules_to_save", "rank_pattern.q_proj", "use_dora"},
     "llama-factory-qlora.yaml": {"quantization_bit", "lora_dropout"},
     "ms-swift-megatron.yaml": {"tensor_model_parallel_size", "expert_model_parallel_size"},
-    "nanotron-3d.yaml": {"parallelism.tp", "parallelism.pp"},
+    "nanotron-3d.yaml": {"parallelism.tp"},
     "megatron-bridge-70b.yaml": {
-        "model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "mixed_precision",
+        "model.tensor_model_parallel_size", "mixed_precision",
     },
 }  # fmt: skip
 """Files, and the keys that are not sayable where model and length are given."""
@@ -397,6 +398,20 @@ def test_what_is_no_configuration_is_refused_in_a_line(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("asked", "where"),
+    [(["simulate", "--from"], "--from"), (["import"], "the argument FILE"), (["explain"], "the argument FILE")],
+)
+def test_a_file_that_is_not_there_is_told_with_where_it_is_set(
+    asked: list[str], where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*asked, "nothing.toml"])
+    assert capsys.readouterr().err.rstrip().endswith(f"; set it with {where}")
+    with pytest.raises(InputError, match="set it with `paths`"):
+        longstep.imported("nothing.toml")
+
+
+@pytest.mark.parametrize(
     "value",
     [
         ".nan",
@@ -458,6 +473,11 @@ def test_a_recipe_in_python_is_read_and_not_run(tmp_path: Path) -> None:
     assert (found.ring_degree, found.gpus, found.dp_degree) == (4, 8, 2)
 
 
+def included(one: Framework) -> list[Framework]:
+    """A framework, and those whose keys it has, too."""
+    return [one, *(frameworks()[name] for name in one.includes.values())]
+
+
 @pytest.mark.parametrize("name", frameworks())
 def test_tables_say_what_there_is(name: str) -> None:
     """Facts that are known, options that schedules have, at values that these take."""
@@ -479,6 +499,10 @@ def test_tables_say_what_there_is(name: str) -> None:
         else:
             assert fact in FACTS
         assert fact != "method" or value in methods
+    if one.stages:
+        assert one.stages.cut in CUTS
+        assert override(NAMED["ring"].options, list(one.stages.options.items()), "")
+    assert bool(one.stages) == any("pp" in {key.fact for key in each.keys.values()} for each in included(one))
     for key, meaning in one.keys.items():
         assert meaning.fact in {"", *FACTS}, key
         assert meaning.fact or meaning.values or meaning.why or meaning.file, key

@@ -6,7 +6,7 @@ import dataclasses
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args
 
 import tyro
 
@@ -293,6 +293,8 @@ class StepSelection(Selection):
 class FileSelection(StepSelection):
     """What to look at, by default a training step, and as the configuration of a framework says."""
 
+    PATHS: ClassVar[str] = "`from_file`"
+    """Where files are named, as errors say it."""
     from_file: Annotated[Texts, tyro.conf.arg(name="from")] = ()
     """What a run was configured with, as of torchtitan, Megatron-LM, DeepSpeed, accelerate, axolotl, ms-swift, nanotron
     or Megatron-Bridge; as often as there are files. Options that are typed come before what it says: longstep import
@@ -326,7 +328,7 @@ class FileSelection(StepSelection):
         """Return what files say."""
         from sim.setup.imports.imported import imported  # which loads a parser
 
-        return imported(*self.from_file, framework=self.framework, anyway=self.anyway)
+        return imported(*self.from_file, framework=self.framework, anyway=self.anyway, where=self.PATHS)
 
     def typed(self) -> dict[str, Any]:
         """Return the fields of a setup that were typed; raises InputError for a list."""

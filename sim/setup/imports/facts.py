@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from sim.setup.imports.frameworks import Framework, Key, frameworks
+from sim.setup.imports.layouts import wrong_layout
 from sim.setup.imports.reading import File
 
 State = Literal["taken", "ignored", "not sayable"]
@@ -36,9 +37,20 @@ FACTS: dict[str, str] = {
     "ring": "ranks that split its tokens",
     "factors": "the same two numbers, one behind the other",
     "method": "how they do it: a name of the framework's methods",
+    "pp": "stages of a pipeline",
+    "chunks": "chunks of layers that each stage has",
+    "chunk_layers": "layers of each chunk",
+    "layout": "what each chunk has: parts of the model by chunk, in its order",
+    "first_layers": "layers of the first stage",
+    "last_layers": "layers of the last stage",
+    "first_less": "as how many layers the embedding counts on the first stage",
+    "last_less": "as how many layers the head counts on the last stage",
+    "chunk_group": "micro-batches that each chunk takes before the next one",
+    "pp_micro_batch": "sequences of a replica that go through a pipeline at once",
+    "pp_pieces": "micro-batches of a replica that go through a pipeline one after the other",
     "shard": "groups of such ranks over which weights are sharded; -1 for all that are left",
     "replicate": "copies of the sharded weights",
-    "reshard": "whether gathered weights are dropped behind the forward pass",
+    "reshard": "whether gathered weights are dropped behind the forward pass: false; by-stages for not in a pipeline",
     "packed": "whether sequences hold several documents",
     "gqa": "whether there are fewer key/value heads than query heads",
     "dtype": "data type of the model",
@@ -61,7 +73,7 @@ PROJECTIONS = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up
 """What Hugging Face calls the linear layers that may have adapters."""
 ALL_LINEAR = ("all-linear", "all")
 """What stands for all of them."""
-TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", "software", *BLOCK)
+TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", "software", "reshard", *BLOCK)
 _SHARDS_FOR_OTHERS = "deepspeed"
 _LARGEST = ("schedule.zero_stage",)
 """What several keys say a part of, each: the most is meant."""
@@ -82,6 +94,10 @@ class Row(NamedTuple):
     """What it says here, or why it does not matter, or why it is not sayable."""
     of_model: bool = False
     """Whether it does not matter where the model is given otherwise."""
+    of_stages: bool = False
+    """Whether it does not matter where there is one stage."""
+    is_default: bool = False
+    """Whether the file has it not, and the framework takes it."""
 
 
 class Said(NamedTuple):
@@ -155,7 +171,7 @@ def _written(
     for name, text in file.given.items():
         if key := framework.key(name):
             row, said = _row(name, text, key, names, anyway=anyway)
-            yield row._replace(of_model=_of_model(key)), said
+            yield row._replace(of_model=_of_model(key), of_stages=key.of_stages), said
         elif why := framework.ignored(name):
             yield Row(name, text, "ignored", why), {}
         elif text in _OPEN:
@@ -169,7 +185,8 @@ def _defaults(framework: Framework, keys: set[str], *, anyway: bool) -> Iterator
     for name, key in framework.keys.items():
         if key.default is not None and not {name, key.unless} & keys:
             row, said = _row(name, key.default, key, set(), anyway=anyway)
-            yield row._replace(value=f"({key.default})", of_model=_of_model(key)), said
+            row = row._replace(value=f"({key.default})", is_default=True)
+            yield row._replace(of_model=_of_model(key), of_stages=key.of_stages), said
 
 
 def _of_model(key: Key) -> bool:
@@ -225,6 +242,8 @@ def _wrong(fact: str, text: str) -> str:
     """Return what is wrong with a value of a fact."""
     if fact == "factors":
         return "" if re.fullmatch(r"[1-9]\d{0,3} [1-9]\d{0,3}", text) else "expected two whole numbers"
+    if fact == "layout":
+        return wrong_layout(text)
     if fact == "lora_targets":
         unknown = [one for one in targets_of(text) if one not in {*PROJECTIONS, *ALL_LINEAR}]
         return f"{unknown[0]!r} is none of {', '.join([*PROJECTIONS, *ALL_LINEAR])}" if unknown else ""
@@ -233,6 +252,8 @@ def _wrong(fact: str, text: str) -> str:
     if fact in TEXTS or fact.startswith(("schedule.", "software.")):
         return "" if 0 < len(text) <= 200 and text.isprintable() else "expected a name"
     number = int(text) if re.fullmatch(r"-?\d{1,13}", text) else 0
+    if text == "0" and fact in {"first_less", "last_less"}:
+        return ""
     if 0 < number <= _MOST or (number == -1 and fact in {"shard", "global_batch", "global_tokens", "gpus"}):
         return ""
     return "a shell variable that the file does not set" if "$" in text else "expected a whole number of 1 or more"

@@ -38,6 +38,8 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Another key that says the same: where it is there, that default is none."""
     of_model: bool = False
     """Whether it does not matter where the model is given otherwise."""
+    of_stages: bool = False
+    """Whether it matters only where a pipeline has several stages."""
     needs: dict[str, str] = {}
     """Other keys that the framework wants beside some values, as ``recompute_method=uniform``."""
     file: str = ""
@@ -62,6 +64,15 @@ class Assumption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """With the option that says otherwise."""
 
 
+class Stages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a framework does where a pipeline has several stages."""
+
+    cut: str
+    """How it cuts a model into them: a name of ``stages.CUTS``."""
+    options: dict[str, str] = {}
+    """Of the schedule, as this framework's code has them then."""
+
+
 class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How to read the files of one framework."""
 
@@ -75,6 +86,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """What its runs are in ``sim/software``, where no key says another; empty where that is of the trainer."""
     assumed: dict[str, Assumption] = {}
     methods: dict[str, Method] = {}
+    stages: Stages | None = None
     harmless: dict[str, str] = {}
     """Patterns of keys that change neither time nor memory here, and why."""
     assigns: bool = False

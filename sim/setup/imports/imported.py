@@ -1,51 +1,20 @@
-"""A setup from what a run was configured with."""
+"""What one or several files say of a run: key by key, and as a setup."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import Any
 
 from sim.base.errors import InputError
-from sim.setup import names
-from sim.setup.global_batch import sequences_of
-from sim.setup.imports.facts import ALL_LINEAR, BLOCK, PROJECTIONS, Row, Said, Understood, targets_of, understood
+from sim.setup.imports.facts import Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
+from sim.setup.imports.model import model_of
 from sim.setup.imports.reading import File, read
+from sim.setup.imports.writing import Answer, Writer, stages_of
 from sim.setup.setup import Setup
-from sim.setup.stacks import stack_of
-from sim.software.attention import kernels_of
-from sim.software.software import load_software
-from sim.words.options import OF_STEPS
-from sim.words.workload import ModelSpec
-
-CLUSTER = "hgx-h100"
-"""What is asked where nobody says which GPUs there are: files of frameworks do not."""
-_DIMS = {
-    "layers": "num_layers", "hidden": "embed_dim", "ffn": "ffn_dim", "heads": "num_heads", "kv_heads": "num_kv_heads",
-    "head_dim": "head_dim", "vocab": "vocab_size",
-}  # fmt: skip
-_LIKE = "llama3-8b"
-"""The model whose other figures are taken for one that is given by its sizes."""
-_NOT_SIZES = {"name", "source", "notes", "dtype", "rope_theta", "norm_epsilon"}
-"""What models of the same sizes may differ in without taking another time."""
-
-_AS_FACTS = {"cp": "cp", "accumulate": "accumulation"}
-"""What is given as a file would say it, and comes before what files say."""
-_MOST_REPLICAS = 4096
-"""That are tried as divisors of a batch."""
-
-
-class Answer(NamedTuple):
-    """A setup, and what was taken for it that no file says."""
-
-    setup: Setup
-    assumptions: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +49,10 @@ class Imported:
         if "model" in given:
             means = "the model is given"
             rows = [row._replace(state="ignored", means=means) if row.of_model else row for row in rows]
+        if stages_of(self.understood, given) == 1:
+            means = "of a pipeline, and there is one stage"
+            rows = [row for row in rows if not (row.of_stages and row.is_default)]
+            rows = [row._replace(state="ignored", means=means) if row.of_stages else row for row in rows]
         return (*rows, *wrong.values())
 
     def not_sayable(self, **given: Any) -> tuple[Row, ...]:
@@ -110,14 +83,14 @@ class Imported:
                 f"{self.title}: not sayable: {told}{more}; longstep import shows all keys; predict without these with "
                 f"`anyway`"
             )
-        return _Writer(self.understood, given, anyway=self.anyway).answer()
+        return Writer(self.understood, given, anyway=self.anyway).answer()
 
     def _missing(self, given: Mapping[str, Any]) -> Iterator[Row]:
         """Yield what no answer does without: the model, and the length."""
         facts = self.understood.facts
         if "model" not in given:
             try:
-                _model_of(self.understood)
+                model_of(self.understood)
             except InputError as error:
                 said = facts.get("flavor") or facts.get("model") or Said("(missing)", "model")
                 yield Row(said.key, said.value, "not sayable", f"{error}")
@@ -125,11 +98,13 @@ class Imported:
             yield Row("seq", "(missing)", "not sayable", "no key says how long sequences are: set `seq`")
 
 
-def imported(*paths: str | Path, framework: str | None = None, anyway: bool = False) -> Imported:
+def imported(
+    *paths: str | Path, framework: str | None = None, anyway: bool = False, where: str = "`paths`"
+) -> Imported:
     """Return what one or several files say of a run, such as a DeepSpeed JSON and the arguments of its trainer.
 
     Which framework each is of is seen by its keys, or said for all of them. Raises InputError for what is no
-    configuration, and for a framework that is not known.
+    configuration, and for a framework that is not known; of a path that cannot be read it says ``where`` paths are set.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
@@ -138,297 +113,6 @@ def imported(*paths: str | Path, framework: str | None = None, anyway: bool = Fa
     ('schedule.zero_stage=2', 'schedule.checkpoint=none')
     """
     if not paths:
-        raise InputError("`from_file`: expected a configuration file")
-    files = tuple(read(str(path)) for path in paths)
+        raise InputError(f"{where}: expected a configuration file")
+    files = tuple(read(str(path), where) for path in paths)
     return Imported(files, tuple(framework_of(file, framework) for file in files), anyway)
-
-
-def _model_of(said: Understood) -> dict[str, Any]:
-    """Return the model that files say, as fields of a setup; raises InputError where it is none that is known."""
-    facts = {name: one.value for name, one in said.facts.items()}
-    if "flavor" in facts:
-        facts["model"] = f"{facts.get('family', '')}-{facts['flavor']}".lower()
-    if {"layers", "hidden", "heads"} <= facts.keys():
-        return _by_sizes(facts)
-    if "model" not in facts:
-        raise InputError("no key says which model it is: set `model`")
-    name = facts["model"]
-    if name.startswith((".", "/", "~")) or name.endswith((".toml", ".json")):
-        raise InputError(f"{name!r} is a path, which is not opened: set `model`")
-    model = names.model(name)
-    block = {field: facts[field] for field in BLOCK if field in facts}
-    differs = names.model(name, set=block) != model
-    return {"model": name} | ({"set": {f"model.{field}": value for field, value in block.items()}} if differs else {})
-
-
-def _by_sizes(facts: Mapping[str, str]) -> dict[str, Any]:
-    """Return a model by its sizes: the preset that has them all, or another one with these set."""
-    heads, hidden = int(facts["heads"]), int(facts["hidden"])
-    gated = facts.get("mlp") != "gelu"
-    ffn = int(4 * hidden * 2 / 3) // 64 * 64 if gated else 4 * hidden  # Megatron-LM arguments.py
-    sizes = {"kv_heads": heads, "head_dim": hidden // heads, "ffn": ffn}
-    if facts.get("gqa") == "false":
-        facts = {name: value for name, value in facts.items() if name != "kv_heads"}
-    sizes |= {name: int(facts[name]) for name in _DIMS if facts.get(name, "").isdecimal()}
-    changes: dict[str, Any] = {"name": "imported"} | {_DIMS[name]: value for name, value in sizes.items()}
-    changes |= {name: facts[name] for name in BLOCK if name in facts}
-    changes |= {"tied_embeddings": True} if facts.get("tied_embeddings") == "true" else {}
-    own = names.model(_LIKE, set=changes)
-    preset = _preset(own, not_said=frozenset({"vocab_size"} if "vocab" not in facts else ()))
-    if preset is not None:
-        return {"model": preset}
-    return {"model": _LIKE, "set": {f"model.{field}": value for field, value in changes.items()}}
-
-
-@cache
-def _preset(own: ModelSpec, not_said: frozenset[str]) -> str | None:
-    """Return the preset that has the sizes of a model, but for those that nobody has said; None if there is none."""
-    compared = {*own.__struct_fields__} - _NOT_SIZES - not_said
-    for preset in names.names("models"):
-        if all(getattr(names.model(preset), field) == getattr(own, field) for field in compared):
-            return preset
-    return None
-
-
-class _Writer:
-    """Writes the setup of a run, part by part, and what it takes for granted."""
-
-    def __init__(self, said: Understood, given: Mapping[str, Any], *, anyway: bool) -> None:
-        self.said, self.anyway = said, anyway
-        self.given = {name: value for name, value in given.items() if name not in _AS_FACTS}
-        self.typed = {fact: given[name] for name, fact in _AS_FACTS.items() if name in given}
-        """What is given in words of files."""
-        for fact, count in self.typed.items():
-            names.at_least_one(next(name for name, one in _AS_FACTS.items() if one == fact), count)
-        self.facts = {name: one.value for name, one in said.facts.items()}
-        self.facts |= {fact: str(count) for fact, count in self.typed.items()}
-        for fact in ("global_batch", "global_tokens") if "accumulation" in self.typed else ():
-            self.facts.pop(fact, None)  # which so many micro-batches say otherwise
-        self.methods = said.framework.methods
-        self.assumptions = list[str]()
-        self.options = self._below("schedule.")
-        """Of the schedule."""
-
-    def answer(self) -> Answer:
-        """Return the setup; raises InputError where what is said does not go together."""
-        model = {} if "model" in self.given else _model_of(self.said)
-        cluster = self.given.get("cluster", CLUSTER)
-        if "cluster" not in self.given:
-            self.assumptions.append(f"cluster {CLUSTER}: files do not say which GPUs there are; set `cluster`")
-        schedule, degrees = self._split()
-        gpus, replicas = self._ranks(cluster, math.prod(degrees.values()))
-        self._shard(replicas, math.prod(degrees.values()))
-        fields = {"cluster": cluster, "schedule": schedule, **self._degrees(schedule, degrees)}
-        fields |= {"gpus": gpus, "dp_degree": replicas, **self._sequences(replicas)}
-        given = {name: value for name, value in self.given.items() if name != "global_batch" or name not in fields}
-        fields |= {**{name: value for name, value in model.items() if name != "set"}, **given}
-        if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
-            fields.setdefault("dtype", self.facts["dtype"])
-        fields |= self._software(cluster)
-        kept = self._kept(Setup(**fields))
-        changes = {**model.get("set", {}), **{f"schedule.{name}": value for name, value in kept.items()}}
-        changes |= self._kernels(cluster, fields.get("software")) | self._adapters()
-        self._assume(kept)
-        setup = Setup(**fields | {"set": changes}).replace(set=self.given.get("set", ()))
-        return Answer(setup, tuple(self.assumptions))
-
-    def _below(self, prefix: str) -> dict[str, str]:
-        return {name.removeprefix(prefix): value for name, value in self.facts.items() if name.startswith(prefix)}
-
-    def _software(self, cluster: Any) -> dict[str, str]:
-        """Return what runs, as a field; nothing where it is given, or kernels are at the rates of datasheets."""
-        name = self.facts.get("software", self.said.software)
-        profile = self.given.get("profile") or names.cluster_spec(cluster).profile or names.DATASHEET
-        if not name or "software" in self.given or profile == names.DATASHEET:
-            return {}
-        if "software" not in self.facts:
-            self.assumptions.append(f"software {name}: kernels as that framework has them; set `software`")
-        return {"software": name}
-
-    def _kernels(self, cluster: Any, software: str | None) -> dict[str, str]:
-        """Return what is to be set of kernels: attention, and an optimiser on the host, where keys name others than the
-        software has, and there are figures of them.
-        """
-        if software is None:
-            return {}
-        said, kernels = self._below("software."), load_software(software).kernels
-        found = {}
-        if said.get("attention") in kernels_of(names.cluster_spec(cluster).gpu.chip):
-            found["attention"] = said["attention"]
-        if "host_optimiser" in said and self.options.get("optimiser") == "host":
-            found["host_optimiser"] = said["host_optimiser"]
-        return {f"software.{name}": one for name, one in found.items() if one != getattr(kernels, name)}
-
-    def _adapters(self) -> dict[str, str]:
-        """Return what is to be set of a model whose adapters alone are trained."""
-        if "adapters" not in self.facts:
-            return {}
-        rank, alpha, usual = self.facts["adapters"].split("/")
-        found = {"model.lora_rank": self.facts.get("lora_rank", rank)}
-        found["model.lora_alpha"] = self.facts.get("lora_alpha", alpha)
-        targets = targets_of(self.facts.get("lora_targets", usual))
-        if {*targets}.isdisjoint(ALL_LINEAR) and not {*targets} >= {*PROJECTIONS}:
-            found["model.lora_targets"] = "+".join(own for name, own in PROJECTIONS.items() if name in targets)
-        return found
-
-    def _count(self, fact: str, default: int = 1) -> int:
-        return int(self.facts.get(fact, default))
-
-    def _split(self) -> tuple[str | None, dict[str, int]]:
-        """Return the schedule, and how many ranks share a sequence: in all, or by degrees."""
-        degrees = ("ulysses", "ring")
-        typed: dict[str, int] = {
-            name: self.given[f"{name}_degree"] for name in degrees if f"{name}_degree" in self.given
-        }
-        said: dict[str, int] = {name: self._count(name) for name in degrees if name in self.facts}
-        if "factors" in self.facts:
-            said = dict(zip(degrees, map(int, self.facts["factors"].split()), strict=True))
-        cp = self._count("cp", math.prod(said.values()))
-        if "cp" in self.typed:
-            said = dict.fromkeys(said, cp) if len(said) < 2 else said
-            if typed and math.prod(typed.values()) != cp:
-                told = " x ".join(f"`{name}_degree` {degree}" for name, degree in typed.items())
-                raise InputError(f"`cp` {cp} is not {told}: leave out one of them, or give both degrees")
-        if said and math.prod(said.values()) != cp:
-            raise InputError(
-                f"{self._named('cp')} {cp} is not {' x '.join(map(str, said.values()))}: change one of them"
-            )
-        method = self.methods.get(self.facts.get("method", ""))
-        own = self.given.get("schedule") or ("stack" in self.given and stack_of(self.given["stack"]).schedule)
-        if own:
-            takes = names.entry(own).degrees
-            if "cp" in self.typed and cp > 1 and not takes:
-                raise InputError(f"`cp` {cp}: schedule {own!r} splits no sequence: leave out one of them")
-            cp = cp if takes else 1
-            by = takes[0] if len(takes) == 1 else "cp"
-            return self.given.get("schedule"), typed or {by: cp}
-        if max([*typed.values(), cp]) == 1:
-            return "single", {}
-        if method is None:
-            raise InputError(f"no key says how {cp} ranks share a sequence: set `schedule`")
-        self.options |= method.options
-        return method.schedule, typed or said or {method.degree or "cp": cp}
-
-    def _degrees(self, schedule: str | None, degrees: Mapping[str, int]) -> dict[str, int]:
-        """Return degrees as fields; those that the schedule divides by itself have none."""
-        return {f"{name}_degree": count for name, count in degrees.items() if name != "cp" and schedule != "single"}
-
-    def _ranks(self, cluster: Any, cp: int) -> tuple[int, int]:
-        """Return GPUs and replicas."""
-        if "dp_degree" in self.given:
-            return self.given.get("gpus", self.given["dp_degree"] * cp), self.given["dp_degree"]
-        gpus = self.given.get("gpus") or self._gpus(cluster, cp)
-        if gpus % cp:
-            raise InputError(
-                f"`gpus` {gpus} is no multiple of the {cp} ranks that share a sequence: set `gpus` to "
-                f"{max(1, gpus // cp) * cp}, or the degrees"
-            )
-        return gpus, gpus // cp
-
-    def _gpus(self, cluster: Any, cp: int) -> int:
-        """Return how many GPUs there are: as is said, as degrees say, or those of the cluster."""
-        spec = names.cluster_spec(cluster)
-        if "nodes" in self.given:
-            return spec.gpus_per_node * int(self.given["nodes"])
-        if self._count("gpus", -1) > 0:
-            return self._count("gpus")
-        shard, replicate = self._count("shard", -1), self._count("replicate")
-        if "gpus_per_node" in self.facts:
-            return self._count("gpus_per_node") * self._count("nodes")
-        if shard > 0:
-            return shard * replicate * cp
-        nodes = self._count("nodes", spec.nodes)
-        gpus = spec.gpus_per_node * max(nodes, -(-cp * replicate // spec.gpus_per_node))
-        self.assumptions.append(f"{gpus} GPUs: no key says how many; set `gpus`")
-        return gpus
-
-    def _shard(self, replicas: int, cp: int) -> None:
-        """Say over which ranks weights are sharded; raises InputError for groups that are no replicas."""
-        if self.facts.get("reshard") == "false" and self.options.get("zero_stage") == "3":
-            self.options["zero_stage"] = "2"  # weights are whole from their first use to their last one
-        replicate = self._count("replicate")
-        if replicate == 1 or self.options.get("zero_stage") == "0":
-            return
-        if replicas != replicate:
-            if self.anyway:
-                return
-            raise InputError(
-                f"{self._named('replicate')} {replicate} of {replicas} replicas: weights are sharded over all ranks "
-                f"here, or over the {cp} that share a sequence; change it to 1 or {replicas}"
-            )
-        self.options |= {"shards": "replica"} if cp > 1 else {"zero_stage": "0"}
-
-    def _sequences(self, replicas: int) -> dict[str, Any]:
-        """Return the length, and how many sequences each replica has; raises InputError where they do not divide."""
-        if "seq" not in self.given and "seq" not in self.facts:
-            if "documents" not in self.given:
-                raise InputError("no key says how long sequences are: set `seq`")
-            seq = sum(names.lengths_of(self.given["documents"]))
-        else:
-            seq = names.tokens("seq", self.given.get("seq", self.facts.get("seq", "")))
-        if "batch" in self.given:
-            if "accumulation" in self.typed:
-                self.options["micro_batches"] = self.facts["accumulation"]
-            return {"seq": seq}
-        micro = self._of_tokens("micro", seq) or 1
-        typed = self.given.get("global_batch")
-        batch = self._of_tokens("global", seq) if typed is None else sequences_of(typed, seq)
-        turns = (batch or 0) // (micro * replicas) or 1
-        if typed is None:
-            turns = self._count("accumulation", turns)
-        if batch and micro * replicas * turns != batch:
-            each = micro * (self._count("accumulation") if typed is None else 1)
-            fits = [n for n in range(1, min(batch // each, _MOST_REPLICAS) + 1) if batch % (each * n) == 0]
-            named = self._named("global_batch") if typed is None else "`global_batch`"
-            near = ", ".join(map(str, sorted(sorted(fits, key=lambda n: abs(n - replicas))[:6])))
-            raise InputError(
-                f"{named} {batch} is not {micro} sequences at once x {replicas} replicas x whole "
-                f"turns: of its divisors {near or 'none'} replicas would do; set `gpus`, or `batch`"
-            )
-        if turns > 1:
-            self.options["micro_batches"] = str(turns)
-        return {"seq": seq, "batch": micro * turns, "global_batch": None}
-
-    def _of_tokens(self, which: str, seq: int) -> int | None:
-        """Return a number of sequences that is said as such, or in tokens; None where it is left to the others."""
-        tokens = self._count(f"{which}_tokens", -1)
-        if tokens > 0:
-            if tokens % seq:
-                raise InputError(
-                    f"{self._named(f'{which}_tokens')} {tokens} is no multiple of the length {seq}: set `seq`"
-                )
-            return tokens // seq
-        count = self._count(f"{which}_batch", -1)
-        return count if count > 0 else None
-
-    def _kept(self, setup: Setup) -> dict[str, str]:
-        """Return the options that the schedule has at this scope; those of a stack that was asked for come from it."""
-        has = msgspec.to_builtins(names.entry(setup.played).options or {})
-        own = stack_of(setup.stack).options if setup.stack is not None else {}
-        lacks = OF_STEPS if setup.scope != "step" else ()
-        usual = load_software(setup.software).schedule if setup.software is not None else {}
-        return {
-            name: value
-            for name, value in self.options.items()
-            if name in has
-            and name not in {*own, *lacks}
-            and {value} != {names.text_of(one.get(name, value)) for one in (has, usual)}
-        }
-
-    def _assume(self, kept: Mapping[str, str]) -> None:
-        """Note what no key says and is taken for granted."""
-        if self.facts.get("packed") == "true" and "documents" not in self.given:
-            self.assumptions.append(
-                "one document a sequence, though they are packed: attention takes the longest it can; set `documents`"
-            )
-        for fact, why in self.said.assumed.items():
-            option = fact.removeprefix("schedule.")
-            if (option == "micro_batch" and "batch" in self.given) or option == "method":
-                continue
-            if option == fact or option in kept or option in self.options:
-                self.assumptions.append(f"{fact.removeprefix('schedule.')} {self.facts[fact]}: {why}")
-
-    def _named(self, fact: str) -> str:
-        """Return the key that says a fact."""
-        one = self.said.facts.get(fact) or self.said.facts.get(fact.replace("batch", "tokens"))
-        return one.key if one and one.key else fact

@@ -35,9 +35,11 @@ class File(NamedTuple):
     """Its values by their keys, as ``shown``; keys in tables are dotted."""
 
 
-def read(path: str) -> File:
-    """Return the keys of a file; raises InputError for what is no configuration, or larger than any is."""
-    return file_of(path, read_bytes("configuration", path, "`from_file`"))
+def read(path: str, where: str = "`paths`") -> File:
+    """Return the keys of a file; raises InputError for what is no configuration, or larger than any is, and for what
+    cannot be read, with ``where`` another path is set.
+    """
+    return file_of(path, read_bytes("configuration", path, where))
 
 
 def file_of(path: str, data: bytes) -> File:
@@ -63,11 +65,11 @@ def file_of(path: str, data: bytes) -> File:
 def shown(value: object) -> str:
     """Return a value as tables of values have it: true, 8, none, 0.5, or a text.
 
-    >>> shown(True), shown(8.0), shown(None), shown("Full"), shown(["a", 2])
-    ('true', '8', 'none', 'Full', 'a 2')
+    >>> shown(True), shown(8.0), shown(None), shown("Full"), shown(["a", 2]), shown([["a", "b"], ["c"]])
+    ('true', '8', 'none', 'Full', 'a 2', 'a b | c')
     """
     if isinstance(value, list):
-        return " ".join(map(shown, value))
+        return (" | " if any(isinstance(one, list) for one in value) else " ").join(map(shown, value))
     if value is None or isinstance(value, bool) or (isinstance(value, str) and value in {"True", "False", "None"}):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:

@@ -25,6 +25,7 @@ from tests.reading_code import ROOT
 TINY: dict[str, Any] = {"model": "tiny", "cluster": "hgx-h100", "gpus": 2, "layers": 2, "seq": "8K"}
 CONFIG = ROOT / "tests" / "words" / "hugging_face" / "llama-3-8b.json"
 TITAN = ROOT / "tests" / "setup" / "imports" / "torchtitan-llama3-8b.toml"
+NANOTRON = ROOT / "tests" / "setup" / "imports" / "nanotron-llama3-8b.yaml"
 CLUSTER = ROOT / "topology" / "hardware" / "hgx-h200.toml"
 
 
@@ -322,3 +323,5 @@ def test_a_configuration_fills_the_form() -> None:
     expected = longstep.imported(TITAN).setup()
     assert setup_of(converted(found["question"])).resolved() == expected.resolved()
     assert "from run.toml (torchtitan" in found["told"][0]
+    stages = read("run.yaml", NANOTRON.read_text().replace("pp: 1", "pp: 2").replace("dp: 16", "dp: 8"))["question"]
+    assert setup_of(converted(stages)).resolved().mesh.pp == 2
