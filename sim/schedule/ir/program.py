@@ -233,7 +233,8 @@ class Schedule:
     """A header and, per rank, a program that is built when first asked for. Both players play this object.
 
     Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
-    as that one, each with ranks and sequences of its own.
+    as that one, each with ranks and sequences of its own. Where its replicas are equal but for the rows of weights that
+    their ranks own, ``build`` makes all programs.
     """
 
     def __init__(
@@ -242,10 +243,13 @@ class Schedule:
         build: Callable[[int], Program],
         *,
         replicated: bool = False,
+        shards_alike: bool = False,
         whole: Schedule | None = None,
     ) -> None:
         self.header = header
         self.replicated = replicated and header.mesh.dp > 1
+        self.shards_alike = shards_alike and header.mesh.dp > 1
+        """Whether its replicas are equal but for ranks, sequences and the rows of weights that their ranks own."""
         self.whole = whole or self
         """The schedule that this one is the first replicas of; else itself."""
         self._build = build

@@ -147,8 +147,10 @@ def build_around(
         writer = StepWriter(b, chunks, tuple(kinds), params, count, waits, options.rotary_table)
         return writer.program(one_stage(0, 1, count, 1))
 
-    of_role = cache(written)
-    return Schedule(header, program, replicated=not across_replicas)
+    of_role, last = cache(written), mesh.size - 1
+    # The last rank owns no more rows than any other one.
+    alike = across_replicas and rows_later(workload, shards, options, mesh.role(last), last) is not None
+    return Schedule(header, program, replicated=not across_replicas, shards_alike=alike)
 
 
 def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> None:

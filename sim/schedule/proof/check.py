@@ -47,7 +47,7 @@ class Checked:
     def __init__(self, schedule: Schedule, *, folds: bool = False) -> None:
         self.schedule = schedule
         self.folds = folds
-        """Whether its first data-parallel replica stands for all: then that was proved, and can be played, alone."""
+        """Whether its first data-parallel replica stands for all: then that can be played alone."""
         self._first: dict[int, Checked] = {}
 
     def first(self, replicas: int) -> Checked:
@@ -94,7 +94,7 @@ def check(schedule: Schedule) -> Checked:
             named = f"communicator {communicator.name!r} has groups {communicator.groups}"
             raise ScheduleError(f"{named}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
     checked = Checked(schedule, folds=folds(schedule))
-    proved = checked.first(1) if checked.folds else checked
+    proved = checked.first(1) if checked.folds and schedule.replicated else checked
     if not _is_proved_by_calls(proved):
         _prove(proved)
     return checked
