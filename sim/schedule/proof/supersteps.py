@@ -29,10 +29,11 @@ from sim.schedule.model.scope import kind_of
 from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_output
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
 from sim.schedule.proof.classes import Classes, ClassPlayer, classes_of
-from sim.schedule.proof.contents import ZERO, Content, Piece, Unclassed
+from sim.schedule.proof.contents import FAR, ZERO, Content, Piece, Unclassed
 from sim.schedule.proof.members import of_member
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.wellformed import check_program
+from sim.words.mesh import Axis
 
 
 class Declined(Exception):  # noqa: N818 - nothing went wrong
@@ -56,10 +57,11 @@ _LOST = _Kept(-1, None, None)
 class Supersteps:
     """The supersteps of a schedule; raises Declined where it has none.
 
-    Ranks are played by classes where calls have these, which may prove less: then Unclassed or ScheduleError is raised.
+    Ranks are played by classes along some axes where calls have these, which may prove less: then Unclassed or
+    ScheduleError is raised.
     """
 
-    def __init__(self, schedule: Schedule, *, by_classes: bool = False) -> None:
+    def __init__(self, schedule: Schedule, along: tuple[Axis, ...] = ()) -> None:
         self._schedule = schedule
         self.programs = schedule.programs
         counts = {len(program.calls) for program in self.programs}
@@ -75,8 +77,8 @@ class Supersteps:
         alone = {kind: self._alone(kind, [0] * len(kind)) for kind in self.kinds}
         self.classes: Classes = [[program.rank] for program in self.programs]
         """What ranks are played as one."""
-        if by_classes:
-            self.classes = _classes(self.programs, alone.values())
+        if along:
+            self.classes = _classes(self.programs, alone.values(), along)
         for ranks in self.classes:
             _check_bindings(self.programs[ranks[0]])
         self._matchings = {kind: match(superstep) for kind, superstep in alone.items()}
@@ -205,9 +207,9 @@ class Supersteps:
                             )
 
 
-def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule]) -> Classes:
+def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule], along: tuple[Axis, ...]) -> Classes:
     """Return the classes of ranks, which are those of every superstep; raises Unclassed where there are none."""
-    found = [classes_of(superstep) for superstep in supersteps]
+    found = [classes_of(superstep, *along) for superstep in supersteps]
     if not all(found):
         raise Unclassed
     for ranks in found[0]:
@@ -263,11 +265,13 @@ def _later(kept: Iterable[_Kept], layers: int, sequences: int) -> list[_Kept]:
 
 
 def _sequences(content: Content) -> list[int]:
-    """Return where the sequences begin that a content is of, or that a weight's gradient is a sum over."""
+    """Return where the sequences begin that a content is of, or that a weight's gradient is a sum over: those of the
+    first member of a class of ranks, since what members hold may meet and has to be moved as far for each.
+    """
     kind = kind_of(content.tensor)
     if kind == "weight gradient":
-        return [batch.start for _, batch in content.seen]
-    return [] if kind not in OF_TOKENS else [content.batch.start]
+        return [batch.start % FAR for _, batch in content.seen]
+    return [] if kind not in OF_TOKENS else [content.batch.start % FAR]
 
 
 def _moved(held: Held, layers: int, sequences: int) -> Held:
