@@ -18,8 +18,10 @@ import numpy as np
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.forms import Formed, formed
+from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import Communication, Exchange, Message, Op
+from sim.schedule.ir.ops import Communication, Exchange, Message, Op, Rope
+from sim.schedule.ir.renaming import Renaming
 from sim.schedule.ir.views import Buffer, Data, View
 
 
@@ -67,11 +69,12 @@ class Fragment:
     op_layers: Mapping[int, int] = field(default_factory=dict)
     """By the number of an op the layer that follows its label, where one does."""
     alike: Fragment | None = None
-    """Another rank's, on the same ops and buffers, from which it differs in the tokens and heads of ports only."""
+    """Another rank's, on the same buffers, from which it differs in tokens only, those of ports and those by whose
+    positions it turns, and in heads of ports."""
 
     @property
     def shared(self) -> Fragment:
-        """What stands for all fragments that are alike: what does not depend on the tokens of ports is found there."""
+        """What stands for all fragments that are alike: what depends on no tokens is found there."""
         return self.alike or self
 
     @property
@@ -80,13 +83,14 @@ class Fragment:
         return [some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)]
 
     def like(self, other: Fragment) -> bool:
-        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens of ports."""
+        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens."""
         return (
             [(port.tensor, port.layer, port.view) for port in (*self.inputs, *self.outputs)]
             == [(port.tensor, port.layer, port.view) for port in (*other.inputs, *other.outputs)]
             and len(self.inputs) == len(other.inputs)
             and (self.buffer_layers, self.op_layers) == (other.buffer_layers, other.op_layers)
-            and (self.given, self.own, self.ops) == (other.given, other.own, other.ops)
+            and (self.given, self.own) == (other.given, other.own)
+            and (self.ops == other.ops or _alike(self.ops, other.ops))
         )
 
     @cached_property
@@ -130,7 +134,8 @@ class Fragment:
         """The same, given nothing: all buffers are its own. Names leave out layers."""
         if not (self.given or self.buffer_layers or self.op_layers):
             return self
-        return Fragment((), (*self.given, *self.own), self.ops, self.inputs, self.outputs)
+        alike = self.alike.alone if self.alike else None
+        return Fragment((), (*self.given, *self.own), self.ops, self.inputs, self.outputs, alike=alike)
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -156,31 +161,55 @@ class Fragment:
                 used.add(view.buffer)
         return frozenset(found)
 
-    def of_replica(self, ranks: int, sequences: int, rows: Mapping[str, int]) -> Fragment:
-        """Return what a replica does in its place whose ranks and sequences are numbered so many later; itself where it
-        names none. ``rows`` says by tensor how many later those of weights are, 0 where it does not.
+    def renamed(self, other: Renaming) -> Fragment:
+        """Return what another rank does in a place like that of this one; itself where it names nothing that differs.
+        Raises LookupError for tokens that this rank does not have.
         """
         buffers = (*self.given, *self.own)
 
         def port(one: Port) -> Port:
             if "b" not in buffers[one.view.buffer].dims:  # a weight, which is of no sequence
-                later = rows.get(one.tensor, 0)
+                later = other.rows.get(one.tensor, 0)
                 tokens = tuple([span.moved(later) for span in one.tokens])
                 return msgspec.structs.replace(one, tokens=tokens) if later else one
-            return msgspec.structs.replace(one, batch=one.batch.moved(sequences))
+            batch, tokens = one.batch.moved(other.sequences), other.of_tokens(one.tokens)
+            return msgspec.structs.replace(one, batch=batch, tokens=tokens)
 
         def messages(some: tuple[Message, ...]) -> tuple[Message, ...]:
-            return tuple(Message(message.peer + ranks, message.view) for message in some)
+            return tuple(Message(message.peer + other.ranks, message.view) for message in some)
 
         def op(one: Op) -> Op:
-            if not isinstance(one, Exchange):
-                return one
-            return msgspec.structs.replace(one, sends=messages(one.sends), recvs=messages(one.recvs))
+            if isinstance(one, Exchange) and other.ranks:
+                return msgspec.structs.replace(one, sends=messages(one.sends), recvs=messages(one.recvs))
+            if isinstance(one, Rope) and other.tokens:
+                return msgspec.structs.replace(one, tokens=other.of_tokens(one.tokens))
+            return one
 
-        if not (self.inputs or self.outputs or any(isinstance(one, Exchange) for one in self.ops)):
-            return self
         inputs, outputs = (tuple(map(port, ports)) for ports in (self.inputs, self.outputs))
-        return dataclasses.replace(self, ops=tuple(map(op, self.ops)), inputs=inputs, outputs=outputs, alike=None)
+        ops = tuple(map(op, self.ops)) if self._names_places else self.ops
+        if ops is self.ops and not (inputs or outputs):
+            return self
+        return dataclasses.replace(self, ops=ops, inputs=inputs, outputs=outputs, alike=None)
+
+    @cached_property
+    def _names_places(self) -> bool:
+        """Whether an op names a peer, or positions."""
+        return any(isinstance(one, Exchange | Rope) for one in self.ops)
+
+
+def _alike(ops: Sequence[Op], others: Sequence[Op]) -> bool:
+    """Return whether ops differ in nothing but positions by which they turn as many tokens."""
+    return len(ops) == len(others) and all(
+        one is other
+        or one == other
+        or (
+            isinstance(one, Rope)
+            and isinstance(other, Rope)
+            and num_tokens(one.tokens) == num_tokens(other.tokens)
+            and msgspec.structs.replace(one, tokens=other.tokens) == other
+        )
+        for one, other in zip(ops, others, strict=True)
+    )
 
 
 class Call(NamedTuple):

@@ -8,6 +8,7 @@ rank does with them in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,9 @@ import msgspec
 
 from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
+from sim.schedule.ir.masks import mask_of, restarted
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
+from sim.schedule.ir.renaming import Renaming, tokens_later
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
@@ -37,7 +40,7 @@ from sim.schedule.write.attention import (
     attention_program,
 )
 from sim.schedule.write.builder import ProgramBuilder
-from sim.words.mesh import Mesh
+from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 
@@ -68,6 +71,9 @@ class AttentionPlan(NamedTuple):
     """What it sends of one layer to lay out q, k and v again: see ``LaysOut``."""
     keeps_inputs: bool = False
     """Whether it keeps q, k or v in a form of its own, so that computing them again spares nothing."""
+    alike: tuple[Axis, ...] = ()
+    """Along which axes ranks do the same in a layer, but for tokens, shards, and peers, whose numbers differ as theirs:
+    what they do is then written once."""
 
 
 def build_around(
@@ -111,14 +117,21 @@ def build_around(
         claims=_claims(plan, workload, mesh, options, block),
     )
 
+    likeness = _Likeness(plan, workload, mesh, options, shards)
     across_replicas = shards.within is not None and options.shards == "all" and mesh.dp > 1
 
     def program(rank: int) -> Program:
-        """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
+        """Return what a rank does: what the first one of those that do the same does, or else the one in its place in
+        the first replica, with tokens, peers and shards of its own.
+        """
         role = mesh.role(rank)
-        later = rows_later(workload, shards, options, role, rank) if across_replicas else None
-        own = written(rank) if later is None else of_role(role)
-        return own if rank == role else own.of_replica(rank - role, mesh.replica(rank) * workload.batch, later or {})
+        for one in dict.fromkeys((mesh.first(role, *plan.alike), role) if layers else ()):
+            renaming = likeness.renaming(one, rank)
+            if renaming is not None:
+                with suppress(LookupError):  # it turns tokens by other positions than those that it has
+                    return of_role(one) if rank == one else of_role(one).renamed(renaming)
+        own, replica = written(rank), mesh.replica(rank)
+        return own if rank == role else own.renamed(Renaming(rank - role, replica * workload.batch))
 
     def written(rank: int) -> Program:
         """Return the program of the one in its place, with the shards of a rank."""
@@ -149,8 +162,32 @@ def build_around(
 
     of_role, last = cache(written), mesh.size - 1
     # The last rank owns no more rows than any other one.
-    alike = across_replicas and rows_later(workload, shards, options, mesh.role(last), last) is not None
-    return Schedule(header, program, replicated=not across_replicas, shards_alike=alike)
+    shards_alike = across_replicas and rows_later(workload, shards, options, mesh.role(last), last) is not None
+    return Schedule(header, program, replicated=not across_replicas, shards_alike=shards_alike)
+
+
+class _Likeness(NamedTuple):
+    """Which ranks do the same in the layers of a schedule."""
+
+    plan: AttentionPlan
+    workload: Workload
+    mesh: Mesh
+    options: LayerOptions
+    shards: Shards
+
+    def renaming(self, one: int, rank: int) -> Renaming | None:
+        """Return how what one rank does becomes what another one does, if both do the same; None where shards, or spans
+        of tokens, are unlike, or positions are none of the sequence.
+        """
+        workload, mesh = self.workload, self.mesh
+        here, there = self.plan.shard(one).tokens, self.plan.shard(mesh.role(rank)).tokens
+        tokens = tokens_later(here, there)
+        rows = rows_later(workload, self.shards, self.options, one, rank) if self.shards.within else {}
+        if tokens is None or rows is None:
+            return None
+        if tokens and any(restarted(some, mask_of(workload)) != some for some in (here, there)):
+            return None
+        return Renaming(rank - one, mesh.replica(rank) * workload.batch, rows, tokens)
 
 
 def _require_takes(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> None:
