@@ -201,7 +201,7 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
         parts: list[View] = []
         if isinstance(side, Split):
             given = side.parts == size and len(side.sizes) in {0, size} and min(side.sizes, default=0) >= 0
-            if not given or side.starts[-1] != side.view.shape[side.dim]:
+            if not given or side.extent != side.view.shape[side.dim]:
                 raise ScheduleError(
                     f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into "
                     f"{side.sizes or side.parts} parts, but its group has {size} members: give each a part"

@@ -189,22 +189,28 @@ class Supersteps:
         """Raise where an output does not hold what its port says; each looked at once per distinct contents."""
         known = set()
         for of_class, ranks in zip(self._held, self.classes, strict=True):
-            for member, rank in enumerate(ranks):
-                for call in self.programs[rank].calls:
-                    numbers = call.numbers
-                    for place, port in enumerate(call.fragment.outputs):
-                        contents, layer, sequence = of_class[numbers[port.view.buffer]]
-                        base = self._aligned(call.layer)
-                        kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
-                        seen = (call.fragment, place, kept, member, call.layer - base)
-                        if seen not in known:
-                            known.add(seen)
-                            alone = Program.of_fragment(call.fragment, rank, call.layer - base)
-                            memory = AbstractMemory(alone, self._rules)
-                            memory.hold(port.view.buffer, self._moved(kept))
-                            check_output(
-                                alone.outputs[place], alone, of_member(memory.read(port.view), member), self._rules
-                            )
+            for calls in zip(*(self.programs[rank].calls for rank in ranks), strict=True):
+                (call, *_), fragments = calls, tuple([call.fragment for call in calls])
+                numbers, base = call.numbers, self._aligned(call.layer)
+                for place, port in enumerate(call.fragment.outputs):
+                    contents, layer, sequence = of_class[numbers[port.view.buffer]]
+                    kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
+                    seen = (fragments, place, kept, call.layer - base)
+                    if seen not in known:
+                        known.add(seen)
+                        self._check_output(place, kept, fragments, ranks, call.layer - base)
+
+    def _check_output(
+        self, place: int, kept: _Kept, fragments: Sequence[Fragment], ranks: Sequence[int], layer: int
+    ) -> None:
+        """Raise where an output of what members of a class call as of a layer is not what it says."""
+        memory = AbstractMemory(Program.of_fragment(fragments[0], ranks[0], layer), self._rules)
+        view = fragments[0].outputs[place].view
+        memory.hold(view.buffer, self._moved(kept))
+        pieces = memory.read(view)
+        for member, (fragment, rank) in enumerate(zip(fragments, ranks, strict=True)):
+            alone = Program.of_fragment(fragment, rank, layer)
+            check_output(alone.outputs[place], alone, of_member(pieces, member), self._rules)
 
 
 def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule], along: tuple[Axis, ...]) -> Classes:
