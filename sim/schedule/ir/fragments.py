@@ -70,27 +70,35 @@ class Fragment:
     """By the number of an op the layer that follows its label, where one does."""
     alike: Fragment | None = None
     """Another rank's, on the same buffers, from which it differs in tokens only, those of ports and those by whose
-    positions it turns, and in heads of ports."""
+    positions it turns, in heads of ports, and in the numbers of peers."""
+    peers_later: int = 0
+    """By how much later its peers are than those of ``alike``."""
 
     @property
     def shared(self) -> Fragment:
-        """What stands for all fragments that are alike: what depends on no tokens is found there."""
+        """What stands for all fragments that are alike: what depends on neither tokens nor peers is found there."""
         return self.alike or self
 
-    @property
-    def peers(self) -> list[int]:
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
         """The ranks that its messages come from and go to, one after the other."""
-        return [some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)]
+        return tuple([some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)])
+
+    def later(self, other: Fragment) -> int:
+        """Return by how much later the first peer of another rank's fragment is than that of this one."""
+        return other.peers[0] - self.peers[0] if self.peers and other.peers else 0
 
     def like(self, other: Fragment) -> bool:
-        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens."""
+        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens, and with peers
+        that are all as much later.
+        """
         return (
             [(port.tensor, port.layer, port.view) for port in (*self.inputs, *self.outputs)]
             == [(port.tensor, port.layer, port.view) for port in (*other.inputs, *other.outputs)]
             and len(self.inputs) == len(other.inputs)
             and (self.buffer_layers, self.op_layers) == (other.buffer_layers, other.op_layers)
             and (self.given, self.own) == (other.given, other.own)
-            and (self.ops == other.ops or _alike(self.ops, other.ops))
+            and (self.ops == other.ops or _alike(self.ops, other.ops, self.later(other)))
         )
 
     @cached_property
@@ -134,8 +142,8 @@ class Fragment:
         """The same, given nothing: all buffers are its own. Names leave out layers."""
         if not (self.given or self.buffer_layers or self.op_layers):
             return self
-        alike = self.alike.alone if self.alike else None
-        return Fragment((), (*self.given, *self.own), self.ops, self.inputs, self.outputs, alike=alike)
+        alike, buffers = self.alike.alone if self.alike else None, (*self.given, *self.own)
+        return Fragment((), buffers, self.ops, self.inputs, self.outputs, alike=alike, peers_later=self.peers_later)
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -175,12 +183,9 @@ class Fragment:
             batch, tokens = one.batch.moved(other.sequences), other.of_tokens(one.tokens)
             return msgspec.structs.replace(one, batch=batch, tokens=tokens)
 
-        def messages(some: tuple[Message, ...]) -> tuple[Message, ...]:
-            return tuple(Message(message.peer + other.ranks, message.view) for message in some)
-
         def op(one: Op) -> Op:
             if isinstance(one, Exchange) and other.ranks:
-                return msgspec.structs.replace(one, sends=messages(one.sends), recvs=messages(one.recvs))
+                return _moved(one, other.ranks)
             if isinstance(one, Rope) and other.tokens:
                 return msgspec.structs.replace(one, tokens=other.of_tokens(one.tokens))
             return one
@@ -189,7 +194,7 @@ class Fragment:
         ops = tuple(map(op, self.ops)) if self._names_places else self.ops
         if ops is self.ops and not (inputs or outputs):
             return self
-        return dataclasses.replace(self, ops=ops, inputs=inputs, outputs=outputs, alike=None)
+        return dataclasses.replace(self, ops=ops, inputs=inputs, outputs=outputs, alike=None, peers_later=0)
 
     @cached_property
     def _names_places(self) -> bool:
@@ -197,19 +202,29 @@ class Fragment:
         return any(isinstance(one, Exchange | Rope) for one in self.ops)
 
 
-def _alike(ops: Sequence[Op], others: Sequence[Op]) -> bool:
-    """Return whether ops differ in nothing but positions by which they turn as many tokens."""
+def _alike(ops: Sequence[Op], others: Sequence[Op], later: int) -> bool:
+    """Return whether ops differ in nothing but positions by which they turn as many tokens, and in peers, which are
+    that much later.
+    """
     return len(ops) == len(others) and all(
-        one is other
-        or one == other
-        or (
-            isinstance(one, Rope)
-            and isinstance(other, Rope)
-            and num_tokens(one.tokens) == num_tokens(other.tokens)
-            and msgspec.structs.replace(one, tokens=other.tokens) == other
-        )
+        one is other or one == other or _differ_in_places(one, other, later)
         for one, other in zip(ops, others, strict=True)
     )
+
+
+def _differ_in_places(one: Op, other: Op, later: int) -> bool:
+    if isinstance(one, Rope) and isinstance(other, Rope):
+        as_many = num_tokens(one.tokens) == num_tokens(other.tokens)
+        return as_many and msgspec.structs.replace(one, tokens=other.tokens) == other
+    if isinstance(one, Exchange) and isinstance(other, Exchange):
+        return _moved(one, later) == other
+    return False
+
+
+def _moved(op: Exchange, ranks: int) -> Exchange:
+    """Return an Exchange with peers that are so many later."""
+    sends, recvs = (tuple([Message(peer + ranks, view) for peer, view in some]) for some in (op.sends, op.recvs))
+    return msgspec.structs.replace(op, sends=sends, recvs=recvs)
 
 
 class Call(NamedTuple):

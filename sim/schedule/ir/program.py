@@ -275,9 +275,10 @@ class Schedule:
 
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
-        replica, role = mesh.replica(rank), mesh.role(rank)
-        if not (self.replicated and replica):
+        replica = mesh.replica(rank) if self.replicated else 0
+        if not replica:
             return self._shared(self._build(rank))
+        role = mesh.role(rank)
         return self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch))
 
     def _shared(self, program: Program) -> Program:
@@ -291,15 +292,22 @@ class Schedule:
             own = call.fragment
             if own in found:
                 continue
-            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops), *own.peers), [])
+            apart = [peer - own.peers[0] for peer in own.peers]
+            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops), *apart), [])
             other = next((one for one in known if own.like(one)), None)
             if other is None:
                 known.append(own)
             elif (own.inputs, own.outputs, own.ops) == (other.inputs, other.outputs, other.ops):
                 own = other
             else:
-                ops = other.ops if own.ops == other.ops else own.ops
-                own = dataclasses.replace(other, ops=ops, inputs=own.inputs, outputs=own.outputs, alike=other.shared)
+                own = dataclasses.replace(
+                    other,
+                    ops=other.ops if own.ops == other.ops else own.ops,
+                    inputs=own.inputs,
+                    outputs=own.outputs,
+                    alike=other.shared,
+                    peers_later=other.shared.later(own),
+                )
             found[call.fragment] = own
         calls = [Call(found[of], given, first, layer) for of, given, first, layer in program.calls]
         return Program.of_calls(program.rank, calls)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
 import pytest
 
+from sim.engine.play.lowered import Lowered
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Rope
+from sim.schedule.ir.ops import Exchange, Message, Rope
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.renaming import Renaming, tokens_later
 from sim.schedule.model import layer
+from sim.schedule.proof.check import Checked
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.workload import Workload
 from tests.helpers import VARIANTS, by_tier, make_model
@@ -75,3 +78,32 @@ def test_ranks_that_turn_by_other_positions_share_all_but_these() -> None:
     ]
     assert {tokens for (tokens,) in turned[0]} == {Span(0, 12)}
     assert {tokens for (tokens,) in turned[1]} == {Span(12, 24)}
+
+
+def test_ranks_whose_peers_are_as_much_later_share_all_but_these() -> None:
+    """Of USP's ring of two in two groups that trade heads: ranks 0 and 1 meet 2 and 3."""
+    schedule = schedule_of("usp of 2", "layer", 1)
+    first, other = (schedule.program(rank).calls for rank in (0, 1))
+    assert any(one.fragment.peers for one in first)
+    for one, same in zip(first, other, strict=True):
+        assert same.fragment.shared is one.fragment.shared
+        assert [peer + 1 for peer in one.fragment.peers] == list(same.fragment.peers)
+        assert same.fragment.peers_later == (1 if one.fragment.peers else 0)
+    matching, lowered = Checked(schedule).matching, Lowered(Checked(schedule))
+    pairs = sorted((one.source[0], one.target[0]) for one in matching.transfers)
+    ranks = lowered.op_rank
+    assert sorted(zip(ranks[lowered.transfers["source"]], ranks[lowered.transfers["target"]], strict=True)) == pairs
+
+
+def test_a_rank_one_of_whose_peers_is_another_shares_nothing_of_what_names_it() -> None:
+    schedule = schedule_of("usp of 2", "layer", 1)
+    call = next(one for one in schedule.program(1).calls if len(one.fragment.peers) > 1)
+    named = [at for at, op in enumerate(call.fragment.ops) if isinstance(op, Exchange)]
+    op = call.fragment.ops[named[-1]]
+    assert isinstance(op, Exchange)
+    moved = msgspec.structs.replace(op, recvs=tuple(Message(peer + 1, view) for peer, view in op.recvs))
+    changed = dataclasses.replace(
+        call.fragment, ops=(*call.fragment.ops[: named[-1]], moved, *call.fragment.ops[named[-1] + 1 :])
+    )
+    assert call.fragment.like(call.fragment)
+    assert not call.fragment.like(changed)
