@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from functools import cache, cached_property, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
@@ -132,6 +132,36 @@ class Cluster:
     def route(self, source: int, target: int) -> Route:
         """Return the route between two different devices, the same on every call and in every run."""
         return self._route(self._placement[source], self._placement[target])
+
+    def all_to_all(self, devices: Sequence[int]) -> tuple[dict[int, int], float] | None:
+        """Return how many of the routes from each of some devices to each other one pass each resource, and the latency
+        of the longest: by pairs of places in a node, since nodes are equal. None where a fabric tells routes, or where
+        the structure of a node tells none.
+        """
+        if self.spec.fabric is not None:
+            return None
+        nodes: dict[int, set[int]] = {}
+        for node, place in (divmod(self._placement[device], self.spec.gpus_per_node) for device in devices):
+            nodes.setdefault(place, set()).add(node)
+        passed: dict[int, int] = {}
+        latency_s = 0.0
+        for (here, own), (there, others) in product(nodes.items(), repeat=2):
+            far = (
+                {node: len(others) - (node in others) for node in own},
+                {node: len(own) - (node in own) for node in others},
+            )
+            inside = dict.fromkeys(own & others if here != there else (), 1)
+            for near, (out, into) in ((False, far), (True, (inside, inside))):
+                if not any(out.values()):
+                    continue
+                way = self._way(here, there, near)
+                if way is None:
+                    return None
+                latency_s = max(latency_s, way.latency_s)
+                for indices, times in ((way.source, out), (way.target, into)):
+                    for index, (node, count) in product(indices, times.items()):
+                        passed[index[node]] = passed.get(index[node], 0) + count
+        return {index: count for index, count in passed.items() if count}, latency_s
 
     def typical_routes(self) -> list[Route]:
         """Return the routes to a neighbour, to the next node and to the host's memory, as far as there are such."""

@@ -66,7 +66,7 @@ typedef struct { i32 after, first, last, missing, resumes; f64 since_s; Worlds s
 /* after: the op that the host waited for last before this one; since_s: the time of issuing since then; first, last:
  * streams that wait for its end; missing: transfers to come; resumes: whether its stream waits for them; arrivals: the last of those that
  * have come */
-typedef struct { i32 activity, phase, node, nodes, fills, mark; i64 number, timer; f64 left_s, speed, last_s, found; Worlds lefts, speeds, lasts, founds, dues; } Running;
+typedef struct { i32 activity, phase, node, nodes, fills, mark, room, next_spare; i64 number, timer; f64 left_s, speed, last_s, found; Worlds lefts, speeds, lasts, founds, dues; } Running;
 typedef struct { i32 resource, user, before, after; f64 amount; const Worlds *amounts; } Node;
 typedef struct { i32 first, last, users, fillers, queue, queue_end, mark, rising; u8 dirty, tight; f64 load, limit, held, left, asked; Worlds lefts, askeds, filled, freed, grants; } Resource;
 /* filled, freed: when something last began to fill it, and ended that; grants: the last hold */
@@ -77,6 +77,10 @@ typedef struct {
     const Score *score; const Costs *costs;
     f64 now, *posted, *begun, *ended, *granted;
     StreamState *streams; OpState *ops; Running *running; Node *nodes; Resource *resources;
+    i32 *slot, *spare; i64 num_running, running_room, num_nodes, node_room;
+                                                              /* slot: by user its place in running, -1 for a transfer or
+                                                                 group that is not under way; spare: by the number of nodes
+                                                                 that a place has the first that is free */
     u8 *offered; i32 *absent, *last_member, *width;
     i32 *moving; f64 *threads;                                /* per rank and way: what moves, and cores that it takes */
     Event *heap; i64 heap_size, heap_room;
@@ -86,6 +90,9 @@ typedef struct {
     Worlds nows, settles, latest, turns;                      /* of what happens; of the next settling; of the last end;
                                                                  whether SMs go to others first than here */
 } State;
+
+#define RUNNING(s, u) (&(s)->running[(s)->slot[u]])
+#define AHEAD 6                                               /* ops of a stream that are fetched before their turn */
 
 static void run_on(State *s, i32 u);
 static void resume(State *s, i32 n);
@@ -160,7 +167,7 @@ static i32 located(const State *s, i32 u, i32 resource) {
 }
 
 static void set_speed(State *s, i32 u, f64 speed, const Worlds *speeds) {
-    Running *x = &s->running[u];
+    Running *x = RUNNING(s, u);
     x->left_s -= (s->now - x->last_s) * x->speed;
     x->last_s = s->now;
     x->speed = speed;
@@ -187,7 +194,7 @@ static Worlds alike(f64 value) {
 }
 
 static void adjust(State *s, i32 u) {
-    Running *x = &s->running[u];
+    Running *x = RUNNING(s, u);
     f64 speed = 1.0;
     Worlds speeds = alike(1.0);
     int alone = 1;
@@ -210,7 +217,7 @@ static void adjust(State *s, i32 u) {
 }
 
 static void start_flow(State *s, i32 u, const Phase *p, f64 factor) {
-    Running *x = &s->running[u];
+    Running *x = RUNNING(s, u);
     x->number = ++s->created;
     x->left_s = p->seconds * factor; x->speed = 0.0; x->last_s = s->now; x->timer = -1;
     EACH(k) {
@@ -285,7 +292,7 @@ static void serve(State *s, i32 r) {
 }
 
 static void finish(State *s, i32 u) {
-    Running *x = &s->running[u];
+    Running *x = RUNNING(s, u);
     x->timer = -1;
     for (i32 at = x->node, end = at + x->nodes; at < end; at++) {
         Node *n = &s->nodes[at];
@@ -307,7 +314,7 @@ static void sort_flows(State *s, i32 *flows, i32 count) {     /* by number, with
     for (; gap > 0; gap /= 3)
         for (i32 i = gap; i < count; i++) {
             i32 x = flows[i], j = i;
-            for (; j >= gap && s->running[x].number < s->running[flows[j - gap]].number; j -= gap) flows[j] = flows[j - gap];
+            for (; j >= gap && RUNNING(s, x)->number < RUNNING(s, flows[j - gap])->number; j -= gap) flows[j] = flows[j - gap];
             flows[j] = x;
         }
 }
@@ -328,7 +335,7 @@ static i32 component(State *s, i32 *num_full) {
         Resource *r = &s->resources[reached[k]];
         if (overloaded(r)) full[found++] = reached[k];
         for (i32 n = r->first; n >= 0; n = s->nodes[n].after) {
-            Running *x = &s->running[s->nodes[n].user];
+            Running *x = RUNNING(s, s->nodes[n].user);
             if (x->mark == stamp) continue;
             x->mark = stamp;
             x->found = -1.0;                                  /* still rising */
@@ -381,7 +388,7 @@ static void fill(State *s, i32 num_full) {
                 levels.of[w] = theirs < 1.0 ? theirs : 1.0;
             }
             for (i32 n = r->first; n >= 0; n = s->nodes[n].after) {
-                Running *x = &s->running[s->nodes[n].user];
+                Running *x = RUNNING(s, s->nodes[n].user);
                 if (x->found >= 0) continue;
                 x->found = level;
                 x->founds = levels;
@@ -406,7 +413,7 @@ static void settle(State *s) {
     i32 num_full, num_flows = component(s, &num_full);
     fill(s, num_full);
     for (i32 k = 0; k < num_flows; k++) {
-        Running *x = &s->running[s->flows[k]];
+        Running *x = RUNNING(s, s->flows[k]);
         f64 speed = x->found < 0 ? 1.0 : x->found;
         if (speed != x->speed) set_speed(s, s->flows[k], speed, &x->founds);
     }
@@ -420,11 +427,20 @@ static f64 whole(f64 a, f64 b) {
 
 /* Activities: those of streams, of transfers, of groups, in this order of their users */
 
+static void leave_place(State *s, i32 u) {
+    Running *x = RUNNING(s, u);
+    x->next_spare = s->spare[x->room];
+    s->spare[x->room] = s->slot[u];
+    s->slot[u] = -1;
+}
+
 static void then(State *s, i32 u) {
     i32 streams = (i32)s->score->num_streams, transfers = (i32)s->score->num_transfers;
     if (u < streams) { resume_soon(s, u, &s->nows); return; }
-    s->running[u].dues = s->nows;
-    if ((u -= streams) >= transfers) { soon(s, PARTED, u - transfers, 0); return; }
+    RUNNING(s, u)->dues = s->nows;
+    if (u - streams >= transfers) { soon(s, PARTED, u - streams - transfers, 0); return; }
+    leave_place(s, u);
+    u -= streams;
     i32 sides[2] = {s->score->transfers[u].source, s->score->transfers[u].target};
     for (int k = OUT; k <= IN; k++) end_moving(s, sides[k], k, s->costs->transfer_threads[u]);
     for (int k = 0; k < 2; k++) {
@@ -442,7 +458,7 @@ static f64 stretched(const State *s, i32 u, i32 step) {
 }
 
 static void run_on(State *s, i32 u) {
-    Running *x = &s->running[u];
+    Running *x = RUNNING(s, u);
     const Costs *c = s->costs;
     while (x->phase < c->activities[x->activity + 1]) {
         const Phase *p = &c->phases[x->phase++];
@@ -468,9 +484,36 @@ static void run_on(State *s, i32 u) {
     then(s, u);
 }
 
+/* Give a transfer or group a place; what points into running or nodes is void afterwards. */
+static void take_place(State *s, i32 u, i32 width) {
+    i32 at = s->spare[width];
+    if (at >= 0) s->spare[width] = s->running[at].next_spare;
+    else {
+        if (s->num_running == s->running_room) {
+            Running *wider = realloc(s->running, (size_t)(2 * s->running_room) * sizeof *wider);
+            if (!wider) { s->failed = OUT_OF_MEMORY; return; }
+            s->running = wider; s->running_room *= 2;
+        }
+        if (s->num_nodes + width > s->node_room) {
+            i64 room = 2 * s->node_room + width;
+            Node *wider = room <= INT32_MAX ? realloc(s->nodes, (size_t)room * sizeof *wider) : 0;
+            if (!wider) { s->failed = OUT_OF_MEMORY; return; }
+            s->nodes = wider; s->node_room = room;
+        }
+        at = (i32)s->num_running++;
+        memset(&s->running[at], 0, sizeof *s->running);
+        s->running[at].room = width;
+        s->running[at].node = (i32)s->num_nodes;
+        s->num_nodes += width;
+    }
+    s->slot[u] = at;
+}
+
 static void begin(State *s, i32 u, i32 activity) {
-    s->running[u].activity = activity;
-    s->running[u].phase = s->costs->activities[activity];
+    if (s->slot[u] < 0) take_place(s, u, s->width[activity]);
+    if (s->failed) return;
+    RUNNING(s, u)->activity = activity;
+    RUNNING(s, u)->phase = s->costs->activities[activity];
     run_on(s, u);
 }
 
@@ -542,6 +585,18 @@ static void end_op(State *s, i32 number) {
 /* Return whether ops of a kind concern one rank alone, and take time. */
 static int is_activity(i32 kind) { return kind == KERNEL || kind == HOST_COPY || kind == HOST_KERNEL; }
 
+/* Ask for the memory of an op, of which streams of many ranks take turns. */
+static void fetch(const State *s, i32 number) {
+    __builtin_prefetch(&s->score->ops[number]);
+    __builtin_prefetch(&s->costs->op_activity[number]);
+    __builtin_prefetch(&s->costs->hold[number]);
+    __builtin_prefetch(&s->ops[number], 1);
+    __builtin_prefetch(&s->posted[number], 1);
+    __builtin_prefetch(&s->begun[number], 1);
+    __builtin_prefetch(&s->ended[number], 1);
+    __builtin_prefetch(&s->granted[number], 1);
+}
+
 static void resume(State *s, i32 n) {
     const Score *m = s->score;
     const Costs *c = s->costs;
@@ -554,6 +609,7 @@ static void resume(State *s, i32 n) {
         const Op *op = &m->ops[number];
         switch (x->step) {
         case ISSUE:
+            if (x->at + AHEAD < stream->ops_end) fetch(s, m->stream_ops[x->at + AHEAD]);
             x->asleep_s = now;
             x->readies = s->nows;
             if (after >= 0 && s->ended[after] < 0) { x->step = ISSUED; wait_for(s, after, n); return; }
@@ -641,15 +697,16 @@ static void fire(State *s, i32 call, i32 subject, i64 serial) {
     s->events++;
     switch (call) {
     case RESUME: s->nows = s->streams[subject].dues; resume(s, subject); break;
-    case PHASE: s->nows = s->running[subject].dues; run_on(s, subject); break;
+    case PHASE: s->nows = RUNNING(s, subject)->dues; run_on(s, subject); break;
     case END:
-        if (s->running[subject].timer != serial) break;
-        s->nows = s->running[subject].dues;
+        if (s->slot[subject] < 0 || RUNNING(s, subject)->timer != serial) break;
+        s->nows = RUNNING(s, subject)->dues;
         finish(s, subject);
         break;
     case SETTLE: s->nows = s->settles; settle(s); break;
     case PARTED:
-        s->nows = s->running[s->score->num_streams + s->score->num_transfers + subject].dues;
+        s->nows = RUNNING(s, s->score->num_streams + s->score->num_transfers + subject)->dues;
+        leave_place(s, (i32)(s->score->num_streams + s->score->num_transfers) + subject);
         parted(s, subject);
         break;
     default: s->failed = UNKNOWN;
@@ -686,50 +743,46 @@ static void set_issues(State *s) {                            /* when the host i
     }
 }
 
-/* Give every user nodes for the widest of its phases, and put all streams at their first op. */
+/* Give every stream nodes for the widest phase that one runs, and put it at its first op. */
 static void set_up(State *s) {
     const Score *m = s->score;
     const Costs *c = s->costs;
     i64 nodes = 0;
+    i32 widest = 0;
     for (i64 a = 0; a < c->num_activities; a++)
         for (i32 p = c->activities[a]; p < c->activities[a + 1]; p++) {
             i32 count = c->phases[p].demands_end - c->phases[p].demands;
             if (count > s->width[a]) s->width[a] = count;
+            if (count > widest) widest = count;
         }
+    s->spare = room(s, widest + 1, sizeof *s->spare);
+    if (s->failed) return;
     for (i64 r = 0; r < c->num_resources; r++) {
         Resource *x = &s->resources[r];
         x->first = x->last = x->queue = -1;
         x->limit = c->capacity[r] * SLACK;
     }
     set_issues(s);
+    i32 own = c->handoff >= 0 ? s->width[c->handoff] : 0;     /* of what streams run themselves */
     for (i64 i = 0; i < m->num_ops; i++) {
         s->posted[i] = s->begun[i] = s->ended[i] = s->granted[i] = -1.0;
         s->ops[i].first = -1;
         s->ops[i].missing = m->ops[i].transfers_end - m->ops[i].transfers;
         if (m->ops[i].kind < KERNEL || m->ops[i].kind > HOST_KERNEL) s->failed = UNKNOWN;
+        if (is_activity(m->ops[i].kind) && s->width[c->op_activity[i]] > own) own = s->width[c->op_activity[i]];
     }
     for (i64 n = 0; n < m->num_streams; n++) {
-        i32 most = c->handoff >= 0 ? s->width[c->handoff] : 0;
-        for (i32 k = m->streams[n].ops; k < m->streams[n].ops_end; k++) {
-            i32 i = m->stream_ops[k];
-            if (is_activity(m->ops[i].kind) && s->width[c->op_activity[i]] > most) most = s->width[c->op_activity[i]];
-        }
         s->running[n].node = (i32)nodes;
-        nodes += most;
+        nodes += own;
+        s->slot[n] = (i32)n;
         s->streams[n].at = m->streams[n].ops;
         soon(s, RESUME, (i32)n, 0);
     }
-    for (i64 t = 0; t < m->num_transfers; t++) {
-        s->running[m->num_streams + t].node = (i32)nodes;
-        nodes += s->width[c->transfer_activity[t]];
-        if (nodes > INT32_MAX) { s->failed = OUT_OF_MEMORY; return; }
-    }
-    for (i64 g = 0; g < m->num_groups; g++) {
-        s->running[m->num_streams + m->num_transfers + g].node = (i32)nodes;
-        nodes += s->width[c->group_activity[g]];
-        s->absent[g] = m->groups[g].members_end - m->groups[g].members;
-        if (nodes > INT32_MAX) { s->failed = OUT_OF_MEMORY; return; }
-    }
+    for (i64 g = 0; g < m->num_groups; g++) s->absent[g] = m->groups[g].members_end - m->groups[g].members;
+    for (i64 u = m->num_streams; u < m->num_streams + m->num_transfers + m->num_groups; u++) s->slot[u] = -1;
+    for (i32 k = 0; k <= widest; k++) s->spare[k] = -1;
+    s->num_running = m->num_streams;
+    s->num_nodes = s->node_room = nodes;
     s->nodes = room(s, nodes, sizeof *s->nodes);
 }
 
@@ -757,7 +810,9 @@ int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f6
     i64 users = m->num_streams + m->num_transfers + m->num_groups;
     s->streams = room(s, m->num_streams, sizeof *s->streams);
     s->ops = room(s, m->num_ops, sizeof *s->ops);
-    s->running = room(s, users, sizeof *s->running);
+    s->running_room = m->num_streams + 1024;
+    s->running = room(s, s->running_room, sizeof *s->running);
+    s->slot = room(s, users, sizeof *s->slot);
     s->resources = room(s, c->num_resources, sizeof *s->resources);
     s->offered = room(s, m->num_transfers, sizeof *s->offered);
     s->absent = room(s, m->num_groups, sizeof *s->absent);
@@ -778,6 +833,6 @@ int play(const Score *m, const Costs *c, f64 *posted, f64 *begun, f64 *ended, f6
     if (WORLDS) { steps[0] = s->latest; steps[1] = s->turns; }
     free(s->streams); free(s->ops); free(s->running); free(s->resources); free(s->offered); free(s->absent);
     free(s->last_member); free(s->width); free(s->reached); free(s->full); free(s->flows); free(s->heap); free(s->soon);
-    free(s->nodes); free(s->moving); free(s->threads);
+    free(s->nodes); free(s->slot); free(s->spare); free(s->moving); free(s->threads);
     return s->failed;
 }

@@ -123,7 +123,7 @@ class Effort(NamedTuple):
     """What it takes to answer."""
 
     ops: int
-    """Of all ranks that are built: of equal replicas one."""
+    """Of all ranks that are played: of equal replicas one."""
     seconds: float
     """Of one core."""
     memory_bytes: float
@@ -150,14 +150,34 @@ def _large(count: float) -> str:
     return f"{count / 1000**power:.3g} {' kMGTP'[power]}".rstrip()
 
 
+class Likeness(NamedTuple):
+    """Which ranks stand for others."""
+
+    replicated: bool
+    """Whether one data-parallel replica is built, proved and played for all."""
+    shards_alike: bool
+    """Whether one is played for all."""
+    trading: bool
+    """Whether one of the ranks that trade heads is written for all, and all are proved as one."""
+
+    def ranks(self, mesh: Mesh) -> tuple[int, int, int]:
+        """Return how many programs differ in more than places, how many are proved, and how many are played."""
+        one = mesh.size // mesh.dp
+        proved, played = (
+            one if self.replicated else mesh.size,
+            one if self.replicated or self.shards_alike else mesh.size,
+        )
+        roles = one if self.replicated or self.shards_alike else mesh.size
+        return roles // (mesh.ulysses if self.trading else 1), proved, played
+
+
 class Growth(NamedTuple):
     """How one rank's program grows: what it has at small sizes, and at larger ones along each axis by itself."""
 
     base: Counts
     along: Mapping[str, tuple[tuple[int, Counts], ...]]
     """By axis that is carried on some sizes, the smallest first, with the counts there."""
-    replicated: bool
-    """Whether all data-parallel replicas do the same, so that one stands for all."""
+    likeness: Likeness
 
     def at(self, sizes: Sizes) -> Counts:
         """Return the counts at some sizes."""
@@ -202,17 +222,17 @@ def growth_of(asked: Asked) -> Growth:
     tried = {"ring": rings, "chunks": (2, 3, 4), "layers": (2, 3), "micro_batches": (2, 3)}
     grows = {axis: points for axis, points in tried.items() if getattr(sizes, axis) > points[-1]}
     least = sizes._replace(**{axis: points[0] for axis, points in grows.items()})
-    base, replicated = _counted(asked, least)
+    base, likeness = _counted(asked, least)
     along = {
         axis: ((points[0], base), *((size, _counted(asked, least._replace(**{axis: size}))[0]) for size in points[1:]))
         for axis, points in grows.items()
     }
-    return Growth(base, along, replicated)
+    return Growth(base, along, likeness)
 
 
-def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, bool]:
-    """Return what the program of a rank in the middle has at some sizes, of one long document, and whether all
-    replicas do the same.
+def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, Likeness]:
+    """Return what the program of a rank in the middle has at some sizes, of one long document, and which ranks do the
+    same.
     """
     work, options = asked.workload, asked.options
     mesh = msgspec.structs.replace(asked.mesh, pp=1)  # a stage does what a model of its layers does
@@ -233,11 +253,14 @@ def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, bool]:
     schedule = asked.entry.schedule(workload, msgspec.structs.replace(mesh, ring=sizes.ring), options, asked.hints)
     ranks = schedule.header.mesh.first_replica
     program = schedule.program(ranks[len(ranks) // 2])
+    trading = next(group for group in schedule.header.mesh.groups("ulysses") if program.rank in group)
+    ends = [[call.fragment.shared for call in schedule.program(rank).calls] for rank in (trading[0], trading[-1])]
     ops = [op for fragment in {call.fragment for call in program.calls} for op in fragment.ops]
     groups = {one.name: len(one.groups[0]) for one in schedule.header.communicators if one.groups}
     members = sum(groups[op.communicator] for op in ops if isinstance(op, Collective))
     peers = {message.peer for op in ops if isinstance(op, Exchange) for message in op.sends}
-    return Counts(program.num_ops, len(ops), len(program.calls), members, len(peers)), schedule.replicated
+    likeness = Likeness(schedule.replicated, schedule.shards_alike, ends[0] == ends[1])
+    return Counts(program.num_ops, len(ops), len(program.calls), members, len(peers)), likeness
 
 
 class Estimate(NamedTuple):
@@ -254,8 +277,10 @@ class Estimate(NamedTuple):
         """Return what it takes at some sizes."""
         asked, growth = self.asked, self.growth
         mesh = msgspec.structs.replace(asked.mesh, ring=sizes.ring)
-        built = self.ranks or (mesh.size // mesh.dp if growth.replicated else mesh.size)
-        counts = (*(built * count for count in growth.at(sizes)), sizes.documents * mesh.ring**2)
+        roles, proved, played = (self.ranks,) * 3 if self.ranks else growth.likeness.ranks(mesh)
+        times = Counts(ops=played, written=roles, calls=proved, members=roles, peers=played)
+        each = (count * ranks for count, ranks in zip(growth.at(sizes), times, strict=True))
+        counts = (*each, sizes.documents * mesh.ring**2)
         seconds = math.fsum(count * rate for count, rate in zip(counts, SECONDS, strict=True))
         nbytes = math.fsum(count * rate for count, rate in zip(counts, BYTES, strict=True))
         return Effort(round(counts[0]), START_S + self.share * seconds, START_BYTES + nbytes)

@@ -88,13 +88,13 @@ class PlayedStep:
 
     @cached_property
     def figures(self) -> Report:
-        """All figures but the interval, which would take longer."""
-        return report(self.simulation)
+        """All figures but the interval and the hash of the schedule, which would take longer."""
+        return report(self.simulation, with_hash=False)
 
     @cached_property
     def report(self) -> Report:
         """All figures."""
-        return msgspec.structs.replace(self.figures, interval_s=self.interval)
+        return msgspec.structs.replace(self.figures, interval_s=self.interval, schedule_hash=self.trace.schedule_hash)
 
     @property
     def fits(self) -> bool | None:

@@ -89,6 +89,11 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the rank that has the same place in the first replica."""
         return rank - self.replica(rank) * self.replica_stride
 
+    def first(self, rank: int, *axes: Axis) -> int:
+        """Return the first of the ranks that differ from one in their places along these axes only."""
+        place = self.place(rank)
+        return rank - sum(place[axis] * self._stride(axis) for axis in axes)
+
     @property
     def first_replica(self) -> list[int]:
         """The ranks of the first replica."""

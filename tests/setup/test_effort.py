@@ -67,9 +67,19 @@ def test_ops_are_told_within_a_tenth(setup: Setup) -> None:
     """All of these are larger than what is counted, so that growth is carried on."""
     schedule = setup.resolved().built()
     mesh = schedule.header.mesh
-    ranks = mesh.first_replica if schedule.replicated else range(mesh.size)
+    ranks = mesh.first_replica if schedule.replicated or schedule.shards_alike else range(mesh.size)
     built = sum(schedule.program(rank).num_ops for rank in ranks)
     assert told(setup).ops == pytest.approx(built, rel=0.1)
+
+
+def test_what_is_written_once_for_many_ranks_is_told_once() -> None:
+    """More replicas of equal shards take no more ops; ranks that trade heads take less than as many in a ring."""
+    of_8 = STEP.replace(schedule="ulysses", layers=8, ulysses_degree=8)
+    few, many = (told(of_8.replace(gpus=gpus, dp_degree=gpus // 8)) for gpus in (64, 512))
+    assert few.ops == many.ops
+    assert few.seconds < many.seconds < 8 * few.seconds
+    trading, alone = (STEP.replace(schedule="usp", layers=8, gpus=64, ulysses_degree=degree) for degree in (8, 1))
+    assert told(trading).seconds < told(alone).seconds / 3
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import longstep
 from sim.base.errors import InputError
+from sim.schedule.ir.program import Schedule
 from sim.setup.machine import equipped
 from sim.words.profile import Machine, Profile, profile_folder, save_profile
 from tests.helpers import traces_in
@@ -169,6 +170,15 @@ def test_replicas_that_do_not_fit_the_gpus_are_refused(fields: dict[str, Any], s
     with pytest.raises(InputError) as error:
         longstep.Setup("ring", model="llama3-8b", cluster="hgx-h100", **fields).resolved()
     assert says in str(error.value)
+
+
+def test_the_hash_is_computed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = longstep.predict("ring", **SMALL)
+    hashed: list[Schedule] = []
+    monkeypatch.setattr(Schedule, "hash", property(lambda one: hashed.append(one) or "of it"))
+    assert found.figures.step_time_s == found.step_time_s
+    assert not hashed
+    assert found.report.schedule_hash == "of it"
 
 
 def test_a_prediction_of_replicas_says_what_was_played(tmp_path: Path) -> None:

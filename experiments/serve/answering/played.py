@@ -78,7 +78,7 @@ def all_figures(prediction: Prediction, first: Report) -> Report:
     bounded = bound(prediction.simulation)
     found = msgspec.structs.replace(first, bound_by=bounded.by, saves=bounded.saves)
     vars(prediction)["figures"] = found
-    return prediction.report
+    return msgspec.structs.replace(found, interval_s=prediction.interval)
 
 
 def _not_again(**changes: object) -> NoReturn:

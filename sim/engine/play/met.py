@@ -68,7 +68,7 @@ class Met:
             for call in program.calls:
                 fragment = call.fragment
                 if fragment not in known:
-                    known[fragment] = self._numbered(facts_of(fragment.shared))
+                    known[fragment] = self._numbered(facts_of(fragment.shared), fragment.peers_later)
                 for some in known[fragment]:
                     rows[some.dtype].append(some)
                     begins[some.dtype].append(begin)
@@ -79,12 +79,17 @@ class Met:
         self._set_exchanges(exchanges)
         self._set_groups(collectives)
 
-    def _numbered(self, facts: Facts) -> list[Array]:
-        """Return those rows of a fragment that there are, by the numbers of communicators of the schedule."""
-        return [self._named(facts, rows) for rows in (facts.sides, facts.exchanges, facts.collectives) if len(rows)]
+    def _numbered(self, facts: Facts, later: int) -> list[Array]:
+        """Return those rows of a fragment that there are, by the numbers of communicators of the schedule, and with
+        peers that are so many later.
+        """
+        some = (facts.sides, facts.exchanges, facts.collectives)
+        return [self._named(facts, rows, later) for rows in some if len(rows)]
 
-    def _named(self, facts: Facts, rows: Array) -> Array:
+    def _named(self, facts: Facts, rows: Array, later: int) -> Array:
         placed = rows.copy()
+        if rows.dtype == SIDE:
+            placed["peer"] += later
         placed["communicator"] = np.array([self._numbers[name] for name in facts.communicators])[rows["communicator"]]
         if rows.dtype == COLLECTIVE_ROW:
             placed["kind"] = np.array([self._kinds.number(type(op), op) for op in facts.kinds])[rows["kind"]]

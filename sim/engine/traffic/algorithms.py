@@ -45,13 +45,30 @@ class LinkTraffic(NamedTuple):
         return self.latency_s + self.nbytes[slowest] / cluster.resources[slowest].capacity
 
 
+_COUNTED = 2.0**53
+"""Up to which a float has every whole number."""
+
+
 def slowest_link(nbytes: dict[int, float], cluster: Cluster) -> int:
     """Return which of several links takes longest for its bytes."""
     return max(nbytes, key=lambda link: (nbytes[link] / cluster.resources[link].capacity, -link))
 
 
 def direct(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffic:
-    """Every rank sends one part to every other."""
+    """Every rank sends one part to every other. What passes a link is added up part by part, or to the same sum at once
+    where it is of whole bytes that a float can count.
+    """
+    memory_bytes = 2 * part * len(ranks)  # the own part is copied
+    together = ways_of(cluster).direct(ranks, cluster)
+    if together is not None:
+        passed, longest_s = together
+        whole = part == int(part) and max(passed.values(), default=0) * part < _COUNTED
+        return LinkTraffic(
+            {link: float(count * int(part)) if whole else _times(count, part) for link, count in passed.items()},
+            longest_s,
+            1,
+            memory_bytes,
+        )
     load: dict[int, float] = defaultdict(float)
     latency_s = 0.0
     for source in ranks:
@@ -63,7 +80,7 @@ def direct(ranks: tuple[int, ...], part: float, cluster: Cluster) -> LinkTraffic
                     load[resource] += part
                 for resource, share in route.shares:
                     load[resource] += part * share
-    return LinkTraffic(dict(load), latency_s, 1, 2 * part * len(ranks))  # the own part is copied
+    return LinkTraffic(dict(load), latency_s, 1, memory_bytes)
 
 
 def rings(

@@ -57,6 +57,7 @@ class _Ways:
     def __init__(self) -> None:
         self._rings: dict[tuple[tuple[int, ...], int | None], RingWays] = {}
         self._trees: dict[tuple[tuple[int, ...], int | None], TreeWays | None] = {}
+        self._direct: dict[tuple[int, ...], tuple[dict[int, int], float] | None] = {}
 
     def rings(self, ranks: tuple[int, ...], cluster: Cluster, near: int | None) -> RingWays:
         """Return those of its rings."""
@@ -71,6 +72,12 @@ class _Ways:
         if key not in self._trees:
             self._trees[key] = _find_trees(ranks, cluster, near)
         return self._trees[key]
+
+    def direct(self, ranks: tuple[int, ...], cluster: Cluster) -> tuple[dict[int, int], float] | None:
+        """Return what the ways from each to each other one pass: see ``Cluster.all_to_all``."""
+        if ranks not in self._direct:
+            self._direct[ranks] = cluster.all_to_all(ranks)
+        return self._direct[ranks]
 
 
 @kept

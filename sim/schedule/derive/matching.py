@@ -165,9 +165,10 @@ def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[in
         counts = {rank: len(indices.get(rank, [])) for rank in members}
         if len(set(counts.values())) != 1:
             raise ScheduleError(f"communicator {name!r}: members disagree on the number of collectives: {counts}")
+        size = len(whole_group(schedule, name, members))
         for number in range(counts[members[0]]):
             keys = tuple((rank, indices[rank][number]) for rank in members)
-            sides = [_sides(schedule, key, len(members)) for key in keys]
+            sides = [_sides(schedule, key, size) for key in keys]
             if not _agree(sides):
                 spelled = [f"{describe(schedule, key)}: {one}" for key, one in zip(keys, sides, strict=True)]
                 raise ScheduleError(f"members of one collective disagree on its parts: {'; '.join(spelled)}")
@@ -189,7 +190,9 @@ class _Sides(NamedTuple):
 
 
 def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
-    """Return what one member of a group of some size sends and takes; raises ScheduleError where parts do not fit."""
+    """Return what one member of a group of some size, with those that the schedule leaves out, sends and takes; raises
+    ScheduleError where parts do not fit.
+    """
     program = schedule.program(key[0])
     op = program.ops[key[1]]
     assert isinstance(op, ops.Collective)
@@ -198,7 +201,7 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
         parts: list[View] = []
         if isinstance(side, Split):
             given = side.parts == size and len(side.sizes) in {0, size} and min(side.sizes, default=0) >= 0
-            if not given or side.starts[-1] != side.view.shape[side.dim]:
+            if not given or side.extent != side.view.shape[side.dim]:
                 raise ScheduleError(
                     f"{describe(schedule, key)} cuts {side.view.shape} along dimension {side.dim} into "
                     f"{side.sizes or side.parts} parts, but its group has {size} members: give each a part"

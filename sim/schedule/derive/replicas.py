@@ -1,22 +1,27 @@
-"""Whether one data-parallel replica stands for all of a schedule: it is then built, proved and played once.
+"""Whether one data-parallel replica stands for all of a schedule: it is then played once, and mostly proved once.
 
 The replicas of a schedule that says so are equal by construction: each has the program of the first, with its own ranks
 and sequences (``Schedule``). What one does and is given holds of the others, too, with these renamed, if a communicator
 lies within replicas, in each the same, or sums over all of them in their order. So does any further axis whose members
 are equal, once a schedule declares one. The ranks of a ring under a causal mask have programs of their own.
+
+Where ranks of all replicas own other rows of weights each, these are renamed as well. Times depend on none of them, so
+that one replica is played for all if what is gathered or scattered over replicas has parts of one size. Which rows meet
+where is proved of all ranks.
 """
 
 from __future__ import annotations
 
-from sim.schedule.ir.ops import AllReduce, Barrier, Collective, Exchange
+from sim.schedule.ir.ops import AllGather, AllReduce, Barrier, Collective, Exchange, ReduceScatter
 from sim.schedule.ir.program import Communicator, Schedule
+from sim.schedule.ir.views import Split
 
 
 def folds(schedule: Schedule) -> bool:
-    """Return whether the first replica stands for all."""
+    """Return whether the first replica is played for all; where the schedule is replicated it is proved for all too."""
     mesh = schedule.header.mesh
     stride = mesh.replica_stride
-    if not schedule.replicated or stride * mesh.dp != mesh.size:
+    if not (schedule.replicated or schedule.shards_alike) or stride * mesh.dp != mesh.size:
         return False
     spans: dict[str, bool] = {}
     for communicator in schedule.header.communicators:
@@ -24,13 +29,20 @@ def folds(schedule: Schedule) -> bool:
         if spanning is None:
             return False
         spans[communicator.name] = spanning
+    fragments = {call.fragment.shared for rank in range(stride) for call in schedule.program(rank).calls}
     return all(
-        isinstance(op, AllReduce | Barrier)
-        for rank in range(stride)
-        for call in schedule.program(rank).calls
-        for op in call.fragment.ops
+        isinstance(op, AllReduce | Barrier) or (schedule.shards_alike and _has_equal_parts(op))
+        for fragment in fragments
+        for op in fragment.ops
         if isinstance(op, Exchange | Collective) and spans.get(op.communicator, True)
     )
+
+
+def _has_equal_parts(op: Exchange | Collective) -> bool:
+    """Return whether an op gathers or scatters parts of one size."""
+    if not isinstance(op, AllGather | ReduceScatter):
+        return False
+    return not any(isinstance(side, Split) and side.sizes for side in (op.given, op.taken))
 
 
 def _spans(communicator: Communicator, ranks: int, replicas: int) -> bool | None:

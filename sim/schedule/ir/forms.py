@@ -18,7 +18,8 @@ from sim.schedule.ir.views import Buffer, Slices, Split, View
 
 class Form:
     """Ops of one form are of one kind, on boxes of buffers that are alike and of which the same ones are the same, and
-    differ in nothing else but labels and peers. Forms are equal where they are the same object.
+    differ in nothing else but labels, peers, and the positions by which they turn tokens. Forms are equal where they
+    are the same object.
     """
 
     def __init__(self, op: Op, views: Sequence[View], buffers: Sequence[Buffer]) -> None:
@@ -104,9 +105,12 @@ def _place(view: View, views: Sequence[View]) -> int:
 
 @cache
 def _getters(kind: type[Op]) -> tuple[Callable[[Op], Sequence[Any]], Callable[[Op], Hashable]]:
-    """Return what finds the operands of an op, and what finds its other fields but the label."""
+    """Return what finds the operands of an op, and what finds its other fields but the label; of positions how many."""
     named = operands(kind)
-    return _all_of(list(named)), _all_of([name for name in kind.__struct_fields__ if name not in {*named, "label"}])
+    others = _all_of([name for name in kind.__struct_fields__ if name not in {*named, "label", "tokens"}])
+    if "tokens" in kind.__struct_fields__:
+        return _all_of(list(named)), lambda op: (others(op), sum([span.size for span in op.tokens]))
+    return _all_of(list(named)), others
 
 
 def _all_of(names: Sequence[str]) -> Callable[[Op], Any]:

@@ -18,8 +18,10 @@ import numpy as np
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.forms import Formed, formed
+from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import Communication, Exchange, Message, Op
+from sim.schedule.ir.ops import Communication, Exchange, Message, Op, Rope
+from sim.schedule.ir.renaming import Renaming
 from sim.schedule.ir.views import Buffer, Data, View
 
 
@@ -67,26 +69,36 @@ class Fragment:
     op_layers: Mapping[int, int] = field(default_factory=dict)
     """By the number of an op the layer that follows its label, where one does."""
     alike: Fragment | None = None
-    """Another rank's, on the same ops and buffers, from which it differs in the tokens and heads of ports only."""
+    """Another rank's, on the same buffers, from which it differs in tokens only, those of ports and those by whose
+    positions it turns, in heads of ports, and in the numbers of peers."""
+    peers_later: int = 0
+    """By how much later its peers are than those of ``alike``."""
 
     @property
     def shared(self) -> Fragment:
-        """What stands for all fragments that are alike: what does not depend on the tokens of ports is found there."""
+        """What stands for all fragments that are alike: what depends on neither tokens nor peers is found there."""
         return self.alike or self
 
-    @property
-    def peers(self) -> list[int]:
+    @cached_property
+    def peers(self) -> tuple[int, ...]:
         """The ranks that its messages come from and go to, one after the other."""
-        return [some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)]
+        return tuple([some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)])
+
+    def later(self, other: Fragment) -> int:
+        """Return by how much later the first peer of another rank's fragment is than that of this one."""
+        return other.peers[0] - self.peers[0] if self.peers and other.peers else 0
 
     def like(self, other: Fragment) -> bool:
-        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens of ports."""
+        """Return whether another rank's fragment does the same on the same buffers, whatever the tokens, and with peers
+        that are all as much later.
+        """
         return (
             [(port.tensor, port.layer, port.view) for port in (*self.inputs, *self.outputs)]
             == [(port.tensor, port.layer, port.view) for port in (*other.inputs, *other.outputs)]
             and len(self.inputs) == len(other.inputs)
             and (self.buffer_layers, self.op_layers) == (other.buffer_layers, other.op_layers)
-            and (self.given, self.own, self.ops) == (other.given, other.own, other.ops)
+            and (self.given, self.own) == (other.given, other.own)
+            and (self.ops == other.ops or _alike(self.ops, other.ops, self.later(other)))
         )
 
     @cached_property
@@ -130,7 +142,8 @@ class Fragment:
         """The same, given nothing: all buffers are its own. Names leave out layers."""
         if not (self.given or self.buffer_layers or self.op_layers):
             return self
-        return Fragment((), (*self.given, *self.own), self.ops, self.inputs, self.outputs)
+        alike, buffers = self.alike.alone if self.alike else None, (*self.given, *self.own)
+        return Fragment((), buffers, self.ops, self.inputs, self.outputs, alike=alike, peers_later=self.peers_later)
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -156,31 +169,62 @@ class Fragment:
                 used.add(view.buffer)
         return frozenset(found)
 
-    def of_replica(self, ranks: int, sequences: int, rows: Mapping[str, int]) -> Fragment:
-        """Return what a replica does in its place whose ranks and sequences are numbered so many later; itself where it
-        names none. ``rows`` says by tensor how many later those of weights are, 0 where it does not.
+    def renamed(self, other: Renaming) -> Fragment:
+        """Return what another rank does in a place like that of this one; itself where it names nothing that differs.
+        Raises LookupError for tokens that this rank does not have.
         """
         buffers = (*self.given, *self.own)
 
         def port(one: Port) -> Port:
             if "b" not in buffers[one.view.buffer].dims:  # a weight, which is of no sequence
-                later = rows.get(one.tensor, 0)
+                later = other.rows.get(one.tensor, 0)
                 tokens = tuple([span.moved(later) for span in one.tokens])
                 return msgspec.structs.replace(one, tokens=tokens) if later else one
-            return msgspec.structs.replace(one, batch=one.batch.moved(sequences))
-
-        def messages(some: tuple[Message, ...]) -> tuple[Message, ...]:
-            return tuple(Message(message.peer + ranks, message.view) for message in some)
+            batch, tokens = one.batch.moved(other.sequences), other.of_tokens(one.tokens)
+            return msgspec.structs.replace(one, batch=batch, tokens=tokens)
 
         def op(one: Op) -> Op:
-            if not isinstance(one, Exchange):
-                return one
-            return msgspec.structs.replace(one, sends=messages(one.sends), recvs=messages(one.recvs))
+            if isinstance(one, Exchange) and other.ranks:
+                return _moved(one, other.ranks)
+            if isinstance(one, Rope) and other.tokens:
+                return msgspec.structs.replace(one, tokens=other.of_tokens(one.tokens))
+            return one
 
-        if not (self.inputs or self.outputs or any(isinstance(one, Exchange) for one in self.ops)):
-            return self
         inputs, outputs = (tuple(map(port, ports)) for ports in (self.inputs, self.outputs))
-        return dataclasses.replace(self, ops=tuple(map(op, self.ops)), inputs=inputs, outputs=outputs, alike=None)
+        ops = tuple(map(op, self.ops)) if self._names_places else self.ops
+        if ops is self.ops and not (inputs or outputs):
+            return self
+        return dataclasses.replace(self, ops=ops, inputs=inputs, outputs=outputs, alike=None, peers_later=0)
+
+    @cached_property
+    def _names_places(self) -> bool:
+        """Whether an op names a peer, or positions."""
+        return any(isinstance(one, Exchange | Rope) for one in self.ops)
+
+
+def _alike(ops: Sequence[Op], others: Sequence[Op], later: int) -> bool:
+    """Return whether ops differ in nothing but positions by which they turn as many tokens, and in peers, which are
+    that much later.
+    """
+    return len(ops) == len(others) and all(
+        one is other or one == other or _differ_in_places(one, other, later)
+        for one, other in zip(ops, others, strict=True)
+    )
+
+
+def _differ_in_places(one: Op, other: Op, later: int) -> bool:
+    if isinstance(one, Rope) and isinstance(other, Rope):
+        as_many = num_tokens(one.tokens) == num_tokens(other.tokens)
+        return as_many and msgspec.structs.replace(one, tokens=other.tokens) == other
+    if isinstance(one, Exchange) and isinstance(other, Exchange):
+        return _moved(one, later) == other
+    return False
+
+
+def _moved(op: Exchange, ranks: int) -> Exchange:
+    """Return an Exchange with peers that are so many later."""
+    sends, recvs = (tuple([Message(peer + ranks, view) for peer, view in some]) for some in (op.sends, op.recvs))
+    return msgspec.structs.replace(op, sends=sends, recvs=recvs)
 
 
 class Call(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -26,6 +26,7 @@ from sim.schedule.ir.columns import DIMS, INT, Array, Columns, joined
 from sim.schedule.ir.forms import Form, Formed, formed
 from sim.schedule.ir.fragments import Call, Fragment, Port
 from sim.schedule.ir.ops import Op
+from sim.schedule.ir.renaming import Renaming
 from sim.schedule.ir.views import Buffer, Data, View
 from sim.schedule.ir.written import Pieces
 from sim.words.mesh import Mesh
@@ -120,14 +121,14 @@ class Program:
         """Return a program with other buffers, ops or ports, or of another rank, in one call."""
         return Program(**{**_fields(self), **changes})
 
-    def of_replica(self, ranks: int, sequences: int, rows: Mapping[str, int] = {}) -> Program:
-        """Return what the rank does that has its place in a replica whose ranks and sequences come so many later, and
-        the rows of weights of some tensors, too.
+    def renamed(self, other: Renaming) -> Program:
+        """Return what another rank does in a place like that of this one, whose number is ``other.ranks`` later. Raises
+        LookupError for tokens that this rank does not have.
         """
         fragments = {call.fragment: call.fragment for call in self.calls}
-        fragments = {one: one.of_replica(ranks, sequences, rows) for one in fragments}
+        fragments = {one: one.renamed(other) for one in fragments}
         calls = (call._replace(fragment=fragments[call.fragment]) for call in self.calls)
-        return Program.of_calls(self.rank + ranks, calls)
+        return Program.of_calls(self.rank + other.ranks, calls)
 
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
@@ -240,7 +241,8 @@ class Schedule:
     """A header and, per rank, a program that is built when first asked for. Both players play this object.
 
     Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
-    as that one, each with ranks and sequences of its own.
+    as that one, each with ranks and sequences of its own. Where its replicas are equal but for the rows of weights that
+    their ranks own, ``build`` makes all programs.
     """
 
     def __init__(
@@ -249,10 +251,13 @@ class Schedule:
         build: Callable[[int], Program],
         *,
         replicated: bool = False,
+        shards_alike: bool = False,
         whole: Schedule | None = None,
     ) -> None:
         self.header = header
         self.replicated = replicated and header.mesh.dp > 1
+        self.shards_alike = shards_alike and header.mesh.dp > 1
+        """Whether its replicas are equal but for ranks, sequences and the rows of weights that their ranks own."""
         self.whole = whole or self
         """The schedule that this one is the first replicas of; else itself."""
         self._build = build
@@ -277,26 +282,39 @@ class Schedule:
 
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
-        replica, role = mesh.replica(rank), mesh.role(rank)
-        if not (self.replicated and replica):
+        replica = mesh.replica(rank) if self.replicated else 0
+        if not replica:
             return self._shared(self._build(rank))
-        return self.program(role).of_replica(rank - role, replica * self.header.workload.batch)
+        role = mesh.role(rank)
+        return self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch))
 
     def _shared(self, program: Program) -> Program:
-        """Return a program on the ops and buffers of other ranks' fragments, where its own are alike."""
+        """Return a program on the ops and buffers of other ranks' fragments, where its own are alike. The first
+        replicas of a schedule have programs that are so already.
+        """
+        if self.whole is not self:
+            return program
         found: dict[Fragment, Fragment] = {}
         for call in program.calls:
             own = call.fragment
             if own in found:
                 continue
-            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops), *own.peers), [])
+            apart = [peer - own.peers[0] for peer in own.peers]
+            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops), *apart), [])
             other = next((one for one in known if own.like(one)), None)
             if other is None:
                 known.append(own)
-            elif (own.inputs, own.outputs) == (other.inputs, other.outputs):
+            elif (own.inputs, own.outputs, own.ops) == (other.inputs, other.outputs, other.ops):
                 own = other
             else:
-                own = dataclasses.replace(other, inputs=own.inputs, outputs=own.outputs, alike=other.shared)
+                own = dataclasses.replace(
+                    other,
+                    ops=other.ops if own.ops == other.ops else own.ops,
+                    inputs=own.inputs,
+                    outputs=own.outputs,
+                    alike=other.shared,
+                    peers_later=other.shared.later(own),
+                )
             found[call.fragment] = own
         calls = [Call(found[of], given, first, layer) for of, given, first, layer in program.calls]
         return Program.of_calls(program.rank, calls)

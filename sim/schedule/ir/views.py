@@ -87,9 +87,18 @@ class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Where each part begins along the dimension, and where the last one ends."""
         return [0, *accumulate(self.sizes or [self.view.shape[self.dim] // self.parts] * self.parts)]
 
+    @property
+    def extent(self) -> int:
+        """How much of the dimension the parts have, together."""
+        return sum(self.sizes) if self.sizes else self.view.shape[self.dim] // self.parts * self.parts
+
     def part(self, number: int) -> View:
         """Return one part."""
-        start, stop = self.starts[number : number + 2]
+        if self.sizes:
+            start, stop = self.starts[number : number + 2]
+        else:
+            each = self.view.shape[self.dim] // self.parts
+            start, stop = number * each, (number + 1) * each
         return self.view[(*(slice(None),) * self.dim, slice(start, stop))]
 
 

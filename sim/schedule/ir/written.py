@@ -36,7 +36,7 @@ class Pieces:
 
         def known(kind: str, call: Call, write: Callable[[Call], bytes]) -> bytes:
             fragment, given, first, layer = call
-            key = (kind, id(fragment.shared), given, first, layer)
+            key = (kind, id(fragment.ops if kind == "ops" else fragment.shared), given, first, layer)
             found = self._before[key] = before[key] if key in before else write(call)
             return found
 

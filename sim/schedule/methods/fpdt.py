@@ -78,6 +78,7 @@ def build(workload: Workload, mesh: Mesh, options: FpdtOptions = FpdtOptions()) 
         wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
         partwise=True,
         source="arXiv:2408.16978 §4; all-to-alls as in arXiv:2309.14509 §3.2",
+        alike=("ulysses",),
     )
     return build_around(plan, workload, mesh, options)
 

@@ -42,6 +42,7 @@ def build(workload: Workload, mesh: Mesh, options: TradeOptions = TradeOptions()
         wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
         source="arXiv:2309.14509 §3.2",
         laid_out_bytes=lambda work: input_bytes(work, mesh.ulysses),
+        alike=("ulysses",),
     )
     return build_around(plan, workload, mesh, options)
 

@@ -87,5 +87,6 @@ def around_rings(
         keeps_inputs=keeps_inputs,
         partwise=partwise,
         projects_again=projects_again,
+        alike=("ulysses",),
     )
     return build_around(plan, workload, mesh, options)

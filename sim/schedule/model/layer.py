@@ -8,6 +8,7 @@ rank does with them in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Literal, NamedTuple
@@ -16,8 +17,9 @@ import msgspec
 
 from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
-from sim.schedule.ir.masks import Tokens
+from sim.schedule.ir.masks import Tokens, mask_of, restarted
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
+from sim.schedule.ir.renaming import Renaming, tokens_later
 from sim.schedule.ir.shares import workload_of_share
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
@@ -42,7 +44,7 @@ from sim.schedule.write.attention import (
     attention_program,
 )
 from sim.schedule.write.builder import ProgramBuilder
-from sim.words.mesh import Mesh
+from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
 
@@ -73,6 +75,9 @@ class AttentionPlan(NamedTuple):
     """What it sends of one layer to lay out q, k and v again: see ``LaysOut``."""
     keeps_inputs: bool = False
     """Whether it keeps q, k or v in a form of its own, so that computing them again spares nothing."""
+    alike: tuple[Axis, ...] = ()
+    """Along which axes ranks do the same in a layer, but for tokens, shards, and peers, whose numbers differ as theirs:
+    what they do is then written once."""
 
 
 def build_around(
@@ -123,7 +128,7 @@ def build_around(
         plan=plan, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=(block, *others),
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group,
     )  # fmt: skip
-    return Schedule(header, ranks.program, replicated=not ranks.own_shards)
+    return Schedule(header, ranks.program, replicated=not ranks.own_shards, shards_alike=ranks.shards_alike)
 
 
 def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions) -> None:
@@ -188,12 +193,45 @@ class _Ranks:
         return cache(self._written)
 
     def program(self, rank: int) -> Program:
-        """Return what a rank does: what the one in its place in the first replica does, with shards of its own."""
-        workload, mesh, role = self.workload, self.mesh, self.mesh.role(rank)
-        share = share_of(mesh, role, self.whole.model)
-        later = rows_later(workload, self.shards, self.options, share, role, rank) if self.own_shards else None
-        own = self._written(rank) if later is None else self._of_role(role)
-        return own if rank == role else own.of_replica(rank - role, mesh.replica(rank) * workload.batch, later or {})
+        """Return what a rank does: what the first one of those that do the same does, or else the one in its place in
+        the first replica, with tokens, peers and shards of its own.
+        """
+        mesh, role = self.mesh, self.mesh.role(rank)
+        layers = self.workload.scope != "attention"
+        for one in dict.fromkeys((mesh.first(role, *self.plan.alike), role) if layers else ()):
+            renaming = self._renaming(one, rank)
+            if renaming is not None:
+                with suppress(LookupError):  # it turns tokens by other positions than those that it has
+                    return self._of_role(one) if rank == one else self._of_role(one).renamed(renaming)
+        own = self._written(rank)
+        return own if rank == role else own.renamed(Renaming(rank - role, mesh.replica(rank) * self.workload.batch))
+
+    def _renaming(self, one: int, rank: int) -> Renaming | None:
+        """Return how what one rank does becomes what another one does, if both do the same; None where shards, or spans
+        of tokens, are unlike, or positions are none of the sequence.
+        """
+        workload, mesh = self.workload, self.mesh
+        here, there = self.plan.shard(one).tokens, self.plan.shard(mesh.role(rank)).tokens
+        tokens, rows = tokens_later(here, there), self._rows_later(one, rank)
+        if tokens is None or rows is None:
+            return None
+        if tokens and any(restarted(some, mask_of(workload)) != some for some in (here, there)):
+            return None
+        return Renaming(rank - one, mesh.replica(rank) * workload.batch, rows, tokens)
+
+    def _rows_later(self, one: int, rank: int) -> dict[str, int] | None:
+        """Return how many rows later those are that a rank owns than those of another one: see ``rows_later``."""
+        if not self.shards.within:
+            return {}
+        share = share_of(self.mesh, rank, self.whole.model)
+        return rows_later(self.workload, self.shards, self.options, share, one, rank)
+
+    @property
+    def shards_alike(self) -> bool:
+        """Whether ranks of other replicas own as many rows as those in their place in the first one."""
+        mesh = self.mesh
+        others = [mesh.size - 1] if mesh.tp == 1 else range(mesh.size)  # the last one owns no more rows than any other
+        return self.own_shards and all(self._rows_later(mesh.role(rank), rank) is not None for rank in others)
 
     def _written(self, rank: int) -> Program:
         """Return the program of the one in its place, with the shards of a rank."""

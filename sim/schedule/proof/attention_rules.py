@@ -32,7 +32,7 @@ from sim.schedule.proof.contents import (
     seeing,
     spell,
 )
-from sim.schedule.proof.members import content_of_member, span_of_member
+from sim.schedule.proof.members import content_of_member, position, span_of_member
 from sim.words.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]
@@ -361,15 +361,14 @@ def _pairs(mask: Mask, queries: Span, keys: Span) -> int:
 
 @lru_cache(maxsize=4096)
 def _head_offset_of_all(heads: tuple[Span, Span], by: tuple[int, int, int], members: int) -> int | None:
-    """Return ``_head_offset``, of every member of a class; raises Unclassed where it depends on that."""
+    """Return ``_head_offset``, of all members of a class as one; None where heads of any do not belong together."""
     q_heads, kv_heads = heads
-    found = {
+    found = [
         _head_offset(span_of_member(q_heads, member), span_of_member(kv_heads, member), *by)
         for member in range(members)
-    }
-    if len(found) > 1:
-        raise Unclassed
-    return found.pop()
+    ]
+    known = [offset for offset in found if offset is not None]
+    return position(known) if len(known) == members else None
 
 
 def _head_offset(q_heads: Span, kv_heads: Span, first: int, ratio: int, group: int) -> int | None:

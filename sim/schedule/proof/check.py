@@ -24,7 +24,7 @@ from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.model.scope import ports_of
 from sim.schedule.proof.abstract import AbstractPlayer
-from sim.schedule.proof.classes import is_proved_by_classes
+from sim.schedule.proof.classes import axes_of, is_proved_by_classes
 from sim.schedule.proof.contents import Unclassed
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.proof.wellformed import check_program
@@ -49,7 +49,7 @@ class Checked:
     def __init__(self, schedule: Schedule, *, folds: bool = False) -> None:
         self.schedule = schedule
         self.folds = folds
-        """Whether its first data-parallel replica stands for all: then that was proved, and can be played, alone."""
+        """Whether its first data-parallel replica stands for all: then that can be played alone."""
         self._first: dict[int, Checked] = {}
 
     def first(self, replicas: int) -> Checked:
@@ -97,7 +97,7 @@ def check(schedule: Schedule) -> Checked:
             named = f"communicator {communicator.name!r} has groups {communicator.groups}"
             raise ScheduleError(f"{named}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
     checked = Checked(schedule, folds=folds(schedule))
-    proved = checked.first(1) if checked.folds else checked
+    proved = checked.first(1) if checked.folds and schedule.replicated else checked
     if not _is_proved_by_calls(proved):
         _prove(proved)
     return checked
@@ -118,10 +118,9 @@ def _prove(checked: Checked, *, by_classes: bool = True) -> None:
 
 def _is_proved_by_calls(checked: Checked) -> bool:
     """Return whether a schedule is proved by its calls; where it is not, a proof by all ops decides, and says why."""
-    trades = checked.schedule.header.mesh.ulysses > 1
-    for by_classes in (True, False) if trades else (False,):
+    for along in (*axes_of(checked.schedule), ()):
         try:
-            supersteps = Supersteps(checked.schedule, by_classes=by_classes)
+            supersteps = Supersteps(checked.schedule, along)
             _check_ports(checked.schedule)
             supersteps.play()
             _check_claims(checked, supersteps.wire_bytes)

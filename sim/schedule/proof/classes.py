@@ -11,7 +11,7 @@ is wrong with a schedule the proof of each rank by itself says.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -27,19 +27,29 @@ from sim.schedule.ir.views import Split
 from sim.schedule.proof.abstract import AbstractPlayer, check_output
 from sim.schedule.proof.abstract_memory import given_pieces
 from sim.schedule.proof.contents import Piece, Unclassed
-from sim.schedule.proof.members import of_all, of_member
+from sim.schedule.proof.members import moved, moving, of_all, of_member
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.token_rules import check_positions
+from sim.words.mesh import Axis
 
 Classes = Sequence[Sequence[int]]
 """The ranks of each class, in their order; all have equally many."""
 
 
-def classes_of(schedule: Schedule) -> Classes:
-    """Return the groups that trade heads where all of a group do the same but for peers and positions: in them, what
-    ranks hold differs in positions. None where they do other things.
+def axes_of(schedule: Schedule) -> list[tuple[Axis, ...]]:
+    """Return along which axes ranks may do the same, the largest classes first: replicas that have shards of their own,
+    and ranks that trade heads.
     """
-    groups, programs = schedule.header.mesh.groups("ulysses"), schedule.programs
+    mesh = schedule.header.mesh
+    trading: list[tuple[Axis, ...]] = [("ulysses",)] if mesh.ulysses > 1 else []
+    return [("dp", "ulysses"), *trading] if mesh.dp > 1 else trading
+
+
+def classes_of(schedule: Schedule, *axes: Axis) -> Classes:
+    """Return the groups along some axes, by default of ranks that trade heads, where all of a group do the same but for
+    peers and positions: in them, what ranks hold differs in positions. None where they do other things.
+    """
+    groups, programs = schedule.header.mesh.groups(*(axes or ("ulysses",))), schedule.programs
     if len(groups[0]) == 1:
         return ()
     known: dict[int, Hashable] = {}
@@ -120,6 +130,12 @@ def _quotient(matching: Matching, place: dict[int, tuple[int, int]], members: in
     return _Quotient(found, ways, dict(groups))
 
 
+Calls = Mapping[int, ops.Collective]
+"""A collective's calls, by class."""
+Sent = Mapping[int, list[list[Piece]]]
+"""By class what each of its members sends to each place in a group."""
+
+
 class ClassPlayer(AbstractPlayer):
     """Plays one program for each class of ranks on contents of all of its members. Raises Unclassed, or what a rule
     refuses, where that proves nothing.
@@ -178,15 +194,41 @@ class ClassPlayer(AbstractPlayer):
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Interpreter: all groups of ranks whose calls these are."""
         groups = self._meets.groups[members]
-        size = len(groups[0])
         op_of = {number: op for (number, _), op in zip(members, calls, strict=True)}
-        sent = {key[0]: self._sent(key, op, size) for key, op in zip(members, calls, strict=True)}
-        alike = not any(isinstance(op.given, Split) for op in calls)  # each sends the same to all
+        sent = {key[0]: self._sent(key, op, len(groups[0])) for key, op in zip(members, calls, strict=True)}
+        taken = self._of_all(groups[0], op_of, sent) if len(groups) == 1 else None
+        taken = taken or self._of_each(groups, op_of, sent)
+        for number, op in op_of.items():
+            if op.taken is not None:
+                view = op.taken.view if isinstance(op.taken, Split) else op.taken
+                self.memory[number].write(view, taken[number])
+
+    def _of_all(self, group: tuple[Key, ...], op_of: Calls, sent: Sent) -> dict[int, list[Piece]] | None:
+        """Return what the classes that make up one group take, where the parts that a rank sends to the members of a
+        class are alike but for positions: what comes from it is then one list of pieces for all of these. None where
+        parts differ in more.
+        """
+        places, over_all = [self._place[rank] for rank, _ in group], self._is_over_all(group, op_of)
+        found: dict[int, list[Piece]] = {}
+        for number, op in op_of.items():
+            to = [at for _, at in sorted((u, at) for at, (of, u) in enumerate(places) if of == number)]
+            parts = {of: moving([by_place[at] for at in to]) for of, by_place in sent.items()}
+            taken: list[list[Piece]] = []
+            for of, v in places:
+                part = parts[of]
+                if part is None:
+                    return None
+                if part[0]:
+                    taken.append(moved(of_member(part[0], v), part[1]))
+            found[number] = self._taken(number, op, taken, over_all=over_all)
+        return found
+
+    def _of_each(self, groups: list[tuple[Key, ...]], op_of: Calls, sent: Sent) -> dict[int, list[Piece]]:
+        """Return what classes take, looking at what each of their members does."""
+        alike = not any(isinstance(op.given, Split) for op in op_of.values())  # each sends the same to all
         takes: dict[int, list[list[Piece]]] = {number: [[]] * self.members for number in op_of}
         for group in groups:
-            places = [self._place[rank] for rank, _ in group]
-            ranks = tuple([rank for rank, _ in group])
-            over_all = len(whole_group(self._schedule, calls[0].communicator, ranks)) > size
+            places, over_all = [self._place[rank] for rank, _ in group], self._is_over_all(group, op_of)
             known: dict[int, list[Piece]] = {}
             parts: list[list[Piece]] = []
             for at, (number, u) in enumerate(places):
@@ -196,10 +238,12 @@ class ClassPlayer(AbstractPlayer):
                 if not (alike and parts):
                     parts = [of_member(sent[of][at], v) for of, v in places if sent[of][at]]
                 known[number] = takes[number][u] = self._taken(number, op_of[number], parts, over_all=over_all)
-        for number, op in op_of.items():
-            if op.taken is not None:
-                view = op.taken.view if isinstance(op.taken, Split) else op.taken
-                self.memory[number].write(view, of_all(takes[number]))
+        return {number: of_all(of_members) for number, of_members in takes.items()}
+
+    def _is_over_all(self, group: tuple[Key, ...], op_of: Calls) -> bool:
+        """Return whether a group has members in replicas that the schedule leaves out."""
+        communicator, ranks = next(iter(op_of.values())).communicator, tuple([rank for rank, _ in group])
+        return len(whole_group(self._schedule, communicator, ranks)) > len(ranks)
 
     def _taken(self, number: int, op: ops.Collective, parts: list[list[Piece]], *, over_all: bool) -> list[Piece]:
         """Return what a member of a class takes of what all send to it."""
@@ -213,11 +257,12 @@ class ClassPlayer(AbstractPlayer):
 
 def is_proved_by_classes(schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> bool:
     """Return whether a schedule has classes of ranks, and is proved by them."""
-    classes = classes_of(schedule)
-    if not classes:
-        return False
-    try:
-        ClassPlayer(schedule, matching, dependencies, classes).run()
-    except (Unclassed, ScheduleError):
-        return False
-    return True
+    for axes in axes_of(schedule):
+        classes = classes_of(schedule, *axes)
+        if classes:
+            try:
+                ClassPlayer(schedule, matching, dependencies, classes).run()
+            except (Unclassed, ScheduleError):
+                continue
+            return True
+    return False

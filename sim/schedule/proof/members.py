@@ -9,6 +9,7 @@ or divides them has to look at each member (``content_of_member``), or to refuse
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
 
@@ -34,6 +35,48 @@ def of_member(pieces: list[Piece], member: int) -> list[Piece]:
     if all(own is piece.content for own, piece in zip(found, pieces, strict=True)):
         return pieces
     return [Piece(piece.box, own) for own, piece in zip(found, pieces, strict=True)]
+
+
+Moves = tuple[int, int, int, int]
+"""By how much later a position of every axis is, of all members: a multiple of FAR, by the number of a table."""
+
+
+def moving(of_members: list[list[Piece]]) -> tuple[list[Piece], list[Moves]] | None:
+    """Return the pieces of the first of some lists, one for each member, and for each piece by how much later its
+    positions are in all lists; None where they differ in more.
+
+    Pieces may themselves be of all members of another class, as what its members send is: then they differ from list to
+    list as much for each of these.
+    """
+    first, others = of_members[0], [pieces for pieces in of_members if pieces is not of_members[0]]
+    if any(len(pieces) != len(first) for pieces in others):
+        return None
+    if not others:
+        return first, [(0, 0, 0, 0)] * len(first)
+    by: list[Moves] = []
+    for at, (box, (tensor, layer, place, seen)) in enumerate(first):
+        tables: list[list[int]] = [[] for _ in place]
+        for pieces in of_members:
+            other = pieces[at].content
+            if pieces[at].box != box or other[:2] != (tensor, layer) or other.seen != seen:
+                return None
+            for table, here, there in zip(tables, place, other.at, strict=True):
+                later = there.start - here.start
+                if there.stop - here.stop != later or there.step != here.step or abs(later) > FAR // 2:
+                    return None
+                table.append(later)
+        by.append(tuple(map(position, tables)))  # type: ignore[arg-type]
+    return first, by
+
+
+def moved(pieces: list[Piece], by: list[Moves]) -> list[Piece]:
+    """Return pieces of one rank as those of all members, by what ``moving`` found."""
+    return [_moved(piece, of) if any(of) else piece for piece, of in zip(pieces, by, strict=True)]
+
+
+def _moved(piece: Piece, by: Moves) -> Piece:
+    at = tuple([span.moved(later) for span, later in zip(piece.content.at, by, strict=True)])
+    return Piece(piece.box, piece.content._replace(at=at))  # type: ignore[arg-type]
 
 
 def _piece(pieces: tuple[Piece, ...]) -> Piece:
@@ -65,13 +108,21 @@ def _number(table: tuple[int, ...] | tuple[Seen, ...]) -> int:
         return _NUMBERS[table]
 
 
+def position(of_members: Sequence[int]) -> int:
+    """Return positions of all members as one."""
+    first = of_members[0]
+    by = tuple([at - first for at in of_members])
+    return first + _number(by) * FAR if any(by) else first
+
+
 def _span(spans: tuple[Span, ...]) -> Span:
     """Return spans of all members as one; raises Unclassed where they differ in more than positions."""
     first = spans[0]
-    by = tuple([span.start - first.start for span in spans])
-    if any(span != first.moved(later) for span, later in zip(spans, by, strict=True)):
+    size, step = first.stop - first.start, first.step
+    if any(stop - start != size or by != step for start, stop, by in spans):
         raise Unclassed
-    return first.moved(_number(by) * FAR) if any(by) else first
+    at = position([span.start for span in spans])
+    return Span(at, at + size, step)
 
 
 @lru_cache(maxsize=65536)

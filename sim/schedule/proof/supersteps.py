@@ -29,10 +29,11 @@ from sim.schedule.model.scope import kind_of
 from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_output
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
 from sim.schedule.proof.classes import Classes, ClassPlayer, classes_of
-from sim.schedule.proof.contents import ZERO, Content, Piece, Unclassed
+from sim.schedule.proof.contents import FAR, ZERO, Content, Piece, Unclassed
 from sim.schedule.proof.members import of_member
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.wellformed import check_program
+from sim.words.mesh import Axis
 
 
 class Declined(Exception):  # noqa: N818 - nothing went wrong
@@ -56,10 +57,11 @@ _LOST = _Kept(-1, None, None)
 class Supersteps:
     """The supersteps of a schedule; raises Declined where it has none.
 
-    Ranks are played by classes where calls have these, which may prove less: then Unclassed or ScheduleError is raised.
+    Ranks are played by classes along some axes where calls have these, which may prove less: then Unclassed or
+    ScheduleError is raised.
     """
 
-    def __init__(self, schedule: Schedule, *, by_classes: bool = False) -> None:
+    def __init__(self, schedule: Schedule, along: tuple[Axis, ...] = ()) -> None:
         self._schedule = schedule
         self.programs = schedule.programs
         counts = {len(program.calls) for program in self.programs}
@@ -75,8 +77,8 @@ class Supersteps:
         alone = {kind: self._alone(kind, [0] * len(kind)) for kind in self.kinds}
         self.classes: Classes = [[program.rank] for program in self.programs]
         """What ranks are played as one."""
-        if by_classes:
-            self.classes = _classes(self.programs, alone.values())
+        if along:
+            self.classes = _classes(self.programs, alone.values(), along)
         for ranks in self.classes:
             _check_bindings(self.programs[ranks[0]])
         self._matchings = {kind: match(superstep) for kind, superstep in alone.items()}
@@ -187,27 +189,33 @@ class Supersteps:
         """Raise where an output does not hold what its port says; each looked at once per distinct contents."""
         known = set()
         for of_class, ranks in zip(self._held, self.classes, strict=True):
-            for member, rank in enumerate(ranks):
-                for call in self.programs[rank].calls:
-                    numbers = call.numbers
-                    for place, port in enumerate(call.fragment.outputs):
-                        contents, layer, sequence = of_class[numbers[port.view.buffer]]
-                        base = self._aligned(call.layer)
-                        kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
-                        seen = (call.fragment, place, kept, member, call.layer - base)
-                        if seen not in known:
-                            known.add(seen)
-                            alone = Program.of_fragment(call.fragment, rank, call.layer - base)
-                            memory = AbstractMemory(alone, self._rules)
-                            memory.hold(port.view.buffer, self._moved(kept))
-                            check_output(
-                                alone.outputs[place], alone, of_member(memory.read(port.view), member), self._rules
-                            )
+            for calls in zip(*(self.programs[rank].calls for rank in ranks), strict=True):
+                (call, *_), fragments = calls, tuple([call.fragment for call in calls])
+                numbers, base = call.numbers, self._aligned(call.layer)
+                for place, port in enumerate(call.fragment.outputs):
+                    contents, layer, sequence = of_class[numbers[port.view.buffer]]
+                    kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
+                    seen = (fragments, place, kept, call.layer - base)
+                    if seen not in known:
+                        known.add(seen)
+                        self._check_output(place, kept, fragments, ranks, call.layer - base)
+
+    def _check_output(
+        self, place: int, kept: _Kept, fragments: Sequence[Fragment], ranks: Sequence[int], layer: int
+    ) -> None:
+        """Raise where an output of what members of a class call as of a layer is not what it says."""
+        memory = AbstractMemory(Program.of_fragment(fragments[0], ranks[0], layer), self._rules)
+        view = fragments[0].outputs[place].view
+        memory.hold(view.buffer, self._moved(kept))
+        pieces = memory.read(view)
+        for member, (fragment, rank) in enumerate(zip(fragments, ranks, strict=True)):
+            alone = Program.of_fragment(fragment, rank, layer)
+            check_output(alone.outputs[place], alone, of_member(pieces, member), self._rules)
 
 
-def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule]) -> Classes:
+def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule], along: tuple[Axis, ...]) -> Classes:
     """Return the classes of ranks, which are those of every superstep; raises Unclassed where there are none."""
-    found = [classes_of(superstep) for superstep in supersteps]
+    found = [classes_of(superstep, *along) for superstep in supersteps]
     if not all(found):
         raise Unclassed
     for ranks in found[0]:
@@ -263,11 +271,13 @@ def _later(kept: Iterable[_Kept], layers: int, sequences: int) -> list[_Kept]:
 
 
 def _sequences(content: Content) -> list[int]:
-    """Return where the sequences begin that a content is of, or that a weight's gradient is a sum over."""
+    """Return where the sequences begin that a content is of, or that a weight's gradient is a sum over: those of the
+    first member of a class of ranks, since what members hold may meet and has to be moved as far for each.
+    """
     kind = kind_of(content.tensor)
     if kind == "weight gradient":
-        return [batch.start for _, batch in content.seen]
-    return [] if kind not in OF_TOKENS else [content.batch.start]
+        return [batch.start % FAR for _, batch in content.seen]
+    return [] if kind not in OF_TOKENS else [content.batch.start % FAR]
 
 
 def _moved(held: Held, layers: int, sequences: int) -> Held:

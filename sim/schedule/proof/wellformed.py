@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import cache, lru_cache
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 
 from sim.base.errors import ScheduleError
+from sim.base.kept import kept
 from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
-from sim.schedule.ir.forms import Form
-from sim.schedule.ir.fragments import Port
+from sim.schedule.ir.forms import Form, Formed
+from sim.schedule.ir.fragments import Fragment, Port
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import FULL, sharing_a_pair
 from sim.schedule.ir.program import Header, Program, Schedule
@@ -29,7 +30,7 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     are not are added to those that are known to be ``sound``.
     """
     header = schedule.header
-    workload, streams = header.workload, _streams_of(program.rank, header)
+    workload, streams = header.workload, _streams_of(schedule).get(program.rank, {*ops.STREAMS})
     for buffer in program.buffers:  # of which an op or a port need not use each
         if len(buffer.dims) != len(buffer.shape) or min(buffer.shape, default=1) < 0:
             raise ScheduleError(
@@ -46,12 +47,9 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     kept = {port.view.buffer: port.tensor for port in program.inputs}
     updates = {port.view.buffer for port in program.outputs if kind_of(port.tensor) == "updated"}
     inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
-    ops_of, (forms, which, _) = program.ops, program.formed
-    exchanges = np.array([isinstance(form.op, ops.Exchange) for form in forms], bool)  # whose peers are no part of it
-    looked_at = exchanges[which]
-    looked_at[np.unique(which, return_index=True)[1]] = True  # the first op of each
-    for index in np.flatnonzero(looked_at).tolist():
-        op, form = ops_of[index], forms[which[index]]
+    ops_of, calls = program.ops, program.calls
+    for index, form in _distinct_of(calls[0].fragment.shared) if len(calls) == 1 else _distinct(program.formed):
+        op = ops_of[index]
         problem = "" if form in sound else _form_problem(op, program, inputs, schedule)
         if not problem:
             sound.add(form)
@@ -60,12 +58,32 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
             raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
 
 
-def _streams_of(rank: int, header: Header) -> set[str]:
-    """Return the streams that a rank has: one for kernels, its host's, one for each way of copies, and one for each
-    communicator that it belongs to.
+def _distinct(formed: Formed) -> list[tuple[int, Form]]:
+    """Return the numbers of ops that have to be looked at, with their forms: the first of each form, and all that name
+    peers, which are no part of it.
     """
-    own = (one.name for one in header.communicators if any(rank in group for group in one.groups))
-    return {*ops.STREAMS, *own}
+    forms, which, _ = formed
+    exchanges = np.array([isinstance(form.op, ops.Exchange) for form in forms], bool)
+    looked_at = exchanges[which]
+    looked_at[np.unique(which, return_index=True)[1]] = True
+    return [(index, forms[which[index]]) for index in np.flatnonzero(looked_at).tolist()]
+
+
+@kept
+def _distinct_of(fragment: Fragment) -> list[tuple[int, Form]]:
+    return _distinct(fragment.formed)
+
+
+@kept
+def _streams_of(schedule: Schedule) -> dict[int, set[str]]:
+    """Return the streams that ranks have: one for kernels, the host's, one for each way of copies, and one for each
+    communicator that a rank belongs to; of those that belong to any.
+    """
+    found: dict[int, set[str]] = {}
+    for communicator in schedule.header.communicators:
+        for rank in chain.from_iterable(communicator.groups):
+            found.setdefault(rank, {*ops.STREAMS}).add(communicator.name)
+    return found
 
 
 def _form_problem(op: ops.Op, program: Program, inputs: dict[int, str], schedule: Schedule) -> str:

@@ -26,7 +26,7 @@ from sim.engine.play.lowered import Lowered, Times
 from sim.engine.play.simulate import STEADY, Jitter, simulate
 from sim.native.library import UnavailableError, load
 from sim.schedule.ir.ops import Accumulate, AllReduce, Exchange, HostAdamW, HostSync, Message
-from sim.schedule.ir.program import Communicator, Header, Schedule
+from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
@@ -206,6 +206,34 @@ def test_both_engines_play_random_programs_alike(
     require_equal(Cell(Checked(schedule), Cluster(spec), None, Jitter(share, 1)))
 
 
+def all_at_once(ranks: int, times: int) -> Schedule:
+    """Return an all-to-all of single messages, more than once: each rank sends to all others at a time."""
+    workload, everyone = Workload(model=make_model(4, 4), seq=ranks), tuple(range(ranks))
+
+    def program(rank: int) -> Program:
+        b = ProgramBuilder(rank, workload)
+        out, into = (b.tensor(name, ranks, 4, "communication") for name in ("out", "in"))
+        for number in range(times):
+            sends, recvs = (
+                tuple([Message(peer, x[:, peer : peer + 1]) for peer in everyone if peer != rank]) for x in (out, into)
+            )
+            b.add(Exchange(label=str(number), communicator="all", sends=sends, recvs=recvs))
+        return b.build()
+
+    every = Communicator(name="all", groups=(everyone,))
+    return Schedule(Header(name="all", workload=workload, mesh=Mesh(ring=ranks), communicators=(every,)), program)
+
+
+@requires_compiler
+@pytest.mark.sweep
+def test_messages_of_which_many_are_under_way_at_once_are_played_alike() -> None:
+    """The native engine has room for 1024 of them, which then grows and serves the next ones."""
+    schedule = all_at_once(40, 2)
+    spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=5)
+    assert len(Lowered(Checked(schedule)).transfers) == 2 * 40 * 39
+    require_equal(Cell(Checked(schedule), Cluster(spec), None, STEADY))
+
+
 @requires_compiler
 def test_engines_are_chosen_by_name() -> None:
     checked, cluster = (
@@ -307,6 +335,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         "from tests.engine.play import test_engines\n"
         "from tests.engine.results import test_worlds\n"
         "for cell in test_engines.cells(7, 100): test_engines.require_equal(cell)\n"
+        "test_engines.test_messages_of_which_many_are_under_way_at_once_are_played_alike()\n"
         "test_worlds.test_a_world_like_the_first_one_takes_the_same(7, 40)"
     )
     env = {"CC": str(wrapper), "LD_PRELOAD": runtime.strip(), "ASAN_OPTIONS": "detect_leaks=0"}

@@ -20,7 +20,9 @@ from sim.engine.results.sensitivity import played_s
 from sim.engine.results.worlds import Change, worlds
 from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.methods import ulysses
+from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
+from sim.setup import names
 from sim.words.mesh import Mesh
 from sim.words.profile import Profile, load_profile
 from sim.words.workload import Workload, load_model
@@ -90,6 +92,30 @@ def cells(seed: int, count: int) -> Iterator[Cell]:
         yield Cell(checked, spec, load_profile(profile) if profile and draw.random() < 0.7 else None, jitter)
 
 
+SHARDED = ({}, {"zero_stage": "2", "micro_batches": "2"}, {"zero_stage": "1"}, {"optimiser": "host"},
+           {"zero_stage": "3", "weight_communicators": "two", "reduce": "model"})  # fmt: skip
+
+
+def sharded(seed: int, count: int) -> Iterator[Cell]:
+    """Random training steps whose weights are sharded over the ranks of 2 to 8 replicas, on nodes of whole ones."""
+    draw = random.Random(seed)
+    while count:
+        name, mesh = draw.choice(
+            [("ulysses", Mesh(ulysses=2)), ("usp", Mesh(ring=2, ulysses=2)), ("ring", Mesh(ring=4))]
+        )
+        dp, entry = draw.choice([2, 4, 8]), names.entry(name)
+        chosen = names.options(entry, name, list(draw.choice(SHARDED).items()), "")
+        workload = Workload(
+            model=make_model(8, 4, dtype="bf16"), seq=64 * draw.choice([1, 64]), batch=2, dtype="bf16", scope="step",
+            layers=draw.choice([1, 3]),
+        )  # fmt: skip
+        checked = check(entry.schedule(workload, msgspec.structs.replace(mesh, dp=dp), chosen, Hints()))
+        cluster, profile = draw.choice([("hgx-h100", load_profile("h100-sxm")), ("l20-pcie", None)])
+        slow = tuple(draw.sample(range(mesh.size * dp), draw.choice([0, 1])))
+        yield Cell(checked, machine(cluster, dp, mesh.size, slow), profile, draw.choice([STEADY, Jitter(0.1, seed)]))
+        count -= 1
+
+
 def both(cell: Cell, engine: Engine) -> tuple[Simulation, Simulation]:
     """Return a schedule as it is played, and all of its ranks."""
     checked, spec, profile, jitter = cell
@@ -141,6 +167,14 @@ def test_folded_times_and_figures_are_those_of_all_ranks(seed: int, count: int) 
     engines: tuple[Engine, ...] = ("auto", "simpy")
     left_out = [require_equal(cell, engines[number % 2]) for number, cell in enumerate(cells(seed, count))]
     assert sum(map(bool, left_out)) > count / 5
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("seed", "count"), [(0, 6), pytest.param(1, 150, marks=pytest.mark.slow)])
+def test_folded_steps_with_shards_over_replicas_are_those_of_all_ranks(seed: int, count: int) -> None:
+    engines: tuple[Engine, ...] = ("auto", "simpy")
+    left_out = [require_equal(cell, engines[number % 2]) for number, cell in enumerate(sharded(seed, count))]
+    assert sum(map(bool, left_out)) > count / 2
 
 
 def layers(dp: int, ranks: int = 2, seq: int = 1024) -> Checked:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
+from collections import defaultdict
+from itertools import permutations
 
 import msgspec
 import pytest
 
 from longstep import InputError, predict
-from sim.engine.traffic.algorithms import LinkTraffic
+from sim.engine.traffic.algorithms import LinkTraffic, direct
 from sim.engine.traffic.collectives import link_traffic
 from sim.engine.traffic.least import least_seconds, needs
 from sim.schedule.ir.ops import CollectiveName
@@ -226,3 +229,26 @@ def test_the_table_stands_in_a_cluster_file() -> None:
     assert "collectives" not in spec.figures(), "profiles keep their figures"
     named = msgspec.structs.replace(spec, collectives=CollectivesSpec(all_reduce="tree"))
     assert named.figures()["collectives"]["all_reduce"] == "tree"
+
+
+@pytest.mark.parametrize("name", ["hgx-h100", "a100-pcie", "h100-nvl", "l20-pcie", "mi300x", "rtx-4090", "host"])
+@pytest.mark.parametrize("part", [12_345, 0.3, 1 << 50])
+def test_what_an_all_to_all_puts_on_links_is_the_sum_over_all_pairs(name: str, part: float) -> None:
+    """To the bit, of whole nodes, of some GPUs of some, of one node, and where ranks lie in another order."""
+    spec = load_cluster(name)
+    if name != "host":
+        spec = msgspec.structs.replace(spec, nodes=3, nic=spec.nic or NicSpec(bytes_per_s=1e10, latency_s=1e-5))
+    total = spec.nodes * spec.gpus_per_node
+    draw = random.Random(7)
+    for ranks in (tuple(range(total)), tuple(range(min(3, total))), tuple(draw.sample(range(total), total * 2 // 3))):
+        cluster = Cluster(spec, draw.sample(range(total), total))
+        load: dict[int, float] = defaultdict(float)
+        longest_s = 0.0
+        for source, target in permutations(ranks, 2):
+            route = cluster.route(source, target)
+            longest_s = max(longest_s, route.latency_s)
+            for link in route.resources:
+                load[link] += part
+        found = direct(ranks, part, cluster)
+        assert found.nbytes == load
+        assert found.latency_s == longest_s

@@ -169,6 +169,30 @@ def test_what_is_gathered_over_replicas_is_proved_for_all_ranks() -> None:
     assert not folds(changed(schedule, gathers))
 
 
+def test_shards_of_unlike_sizes_are_played_on_all_ranks() -> None:
+    """A builder that says that shards are alike does not fold a gather whose last part is shorter."""
+    workload, entry = msgspec.structs.replace(layers(batch=2), scope="step"), names.entry("usp")
+    schedule = entry.schedule(workload, Mesh(dp=2, ring=2), names.options(entry, "usp", [], ""), Hints())
+    assert folds(schedule)
+
+    def shorter(op: Op) -> Op:
+        if not isinstance(op, AllGather):
+            return op
+        split = op.recvs
+        assert isinstance(split, Split)
+        (extent, *_), count = split.view.shape, split.parts
+        each = -(-extent // count)
+        return msgspec.structs.replace(
+            op, recvs=Split(split.view, 0, count, (each,) * (count - 1) + (extent - each * (count - 1),))
+        )
+
+    def program(rank: int) -> Program:
+        own = schedule.program(rank)
+        return own.replace(ops=tuple(map(shorter, own.ops)))
+
+    assert not folds(Schedule(schedule.header, program, shards_alike=True))
+
+
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, ring=2), Mesh(dp=4, ulysses=2), Mesh(dp=3, ring=2), Mesh(dp=7)])
 @pytest.mark.parametrize(
     "options",
@@ -191,7 +215,10 @@ def test_shards_of_later_replicas_are_those_that_each_writes(
     monkeypatch.setattr(layer, "ProgramBuilder", lambda *given: built.append(given[0]) or ProgramBuilder(*given))
     found, written = schedule().to_json(), len(built)
     padded = mesh.dp in {3, 7}  # the last shard alone
-    assert written == (mesh.size if "reduce_to" in options else mesh.size // mesh.dp + padded)
+    alike = mesh.dp * mesh.ulysses  # ranks that trade heads do the same, too
+    assert written == (mesh.size if "reduce_to" in options else mesh.size // alike + padded)
+    assert folds(schedule()) == (written == mesh.size // alike)
+    built.clear()
     monkeypatch.setattr(layer, "rows_later", lambda *_: None)
     assert schedule().to_json() == found
-    assert len(built) == written + mesh.size
+    assert len(built) == mesh.size

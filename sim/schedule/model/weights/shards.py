@@ -4,6 +4,7 @@ and what these send of them.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from sim.schedule.ir.masks import Span
@@ -142,21 +143,32 @@ def rows_later(
     within = shards.within
     if within is None or options.reduce_to == "all" or len(within.group_of(role)) != len(within.group_of(owner)):
         return None
-    later: dict[str, int] = {}
-    here, there, parts = within.position(role), within.position(owner), len(within.group_of(role))
+    here, there = within.position(role), within.position(owner)
+    each, full = _rows_of_each(workload, len(within.group_of(role)))
+    if max(here, there) >= full:
+        return None
+    for flat in [unit.flat for unit in units(workload)] if share.of > 1 else ():
+        if _counted(share, flat, each[flat.name], here) != _counted(share, flat, each[flat.name], there):
+            return None
+    return {name: rows * (there - here) for name, rows in each.items()}
+
+
+@lru_cache(maxsize=64)
+def _rows_of_each(workload: Workload, parts: int) -> tuple[dict[str, int], int]:
+    """Return by the tensors of ports how many rows each of some equal parts has, and how many parts have so many: none
+    where that is not the same in all units.
+    """
+    each: dict[str, int] = {}
+    full = parts
     for unit in units(workload):
         (size,) = unit.flat.shape(workload.model)
-        each = part_of(size, parts)
-        if (max(here, there) + 1) * each > size:
-            return None
-        if len({_counted(share, unit.flat, each, at) for at in (here, there)}) > 1:
-            return None
-        rows = each * (there - here)
+        rows = part_of(size, parts)
+        full = min(full, size // rows)
         for tensor in (*unit.states, unit.working):
             for port in (tensor, updated(tensor)):
-                if later.setdefault(port.name, rows) != rows:
-                    return None
-    return later
+                if each.setdefault(port.name, rows) != rows:
+                    return {}, 0
+    return each, full
 
 
 def _counted(share: Share, flat: Tensor, each: int, at: int) -> tuple[Span, ...]:
