@@ -46,11 +46,11 @@ def test_axes_that_a_schedule_does_not_take_are_refused(name: str) -> None:
     refused = {Mesh(ring=2): "ring", Mesh(ulysses=2): "ulysses"}
     for mesh, axis in refused.items():
         if axis not in entry.degrees:
-            with pytest.raises(InputError, match=f"^{axis} 2: schedule .* allowed are dp.*; set {axis} to 1"):
+            with pytest.raises(InputError, match=f"^{axis} 2: schedule .* allowed are pp, dp.*; set {axis} to 1"):
                 entry.schedule(workload, mesh)
     with pytest.raises(
         InputError, match="^`tp_degree` 2 divides the weights of layers, and scope 'attention' has none"
     ):
         entry.schedule(workload, Mesh(tp=2))
-    with pytest.raises(InputError, match="^pp 4: no shipped schedule splits layers over ranks yet; set pp to 1"):
+    with pytest.raises(InputError, match="^`pp_degree` 4: pipelines are of training steps; set `scope` step"):
         entry.schedule(workload, Mesh(pp=4))
