@@ -237,7 +237,11 @@ def test_the_flat_share_of_another_member() -> None:
     [
         (Mesh(tp=3), {}, "`tp_degree` 3 does not divide num_heads 8 of test8:4: allowed are 1, 2, 4"),
         (Mesh(tp=8), {}, "`tp_degree` 8 does not divide num_kv_heads 4"),
-        (Mesh(tp=2), {"vocab_size": 41}, "does not divide vocab_size 41 .*: allowed are 1; or `set` model.vocab_size=42"),
+        (
+            Mesh(tp=2),
+            {"vocab_size": 41},
+            "does not divide vocab_size 41 .*: allowed are 1; or `set` model.vocab_size=42",
+        ),
         (Mesh(tp=2), {"qk_norm": "head"}, "norms of q and k of test8:4 are not computed in parts yet"),
         (Mesh(tp=2), {"biases": ("out",)}, "biases behind sums over ranks of test8:4 are not computed in parts yet"),
         (Mesh(tp=2), {"lora_rank": 2}, "adapters of test8:4 are not computed in parts yet"),
@@ -259,5 +263,7 @@ def test_lengths_that_members_do_not_divide_are_refused() -> None:
 
 def test_heads_of_a_share_are_traded() -> None:
     """Four members of two heads each, of which Ulysses takes no more than two ranks."""
-    with pytest.raises(InputError, match="degree 4 does not divide num_heads 2 of test8:4 on each of 4 tensor-parallel"):
+    with pytest.raises(
+        InputError, match="degree 4 does not divide num_heads 2 of test8:4 on each of 4 tensor-parallel"
+    ):
         step("ulysses", Mesh(tp=4, ulysses=4))
