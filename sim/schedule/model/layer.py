@@ -16,7 +16,7 @@ import msgspec
 from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
-from sim.schedule.ir.shares import workload_of_share
+from sim.schedule.ir.shares import computed_model, workload_of_share
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
@@ -27,7 +27,7 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter, one_stage
-from sim.schedule.model.tensor.group import Group, ends_bytes, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tensor.group import Group, alike_of, ends_bytes, group_of, own_tokens, sent_bytes, share_of
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Replicated
@@ -81,6 +81,7 @@ def build_around(
     _require_takes(plan, workload, mesh, options)
     layers, step = workload.scope != "attention", workload.scope == "step"
     of_share, group = workload_of_share(workload, mesh.tp), group_of(mesh) if layers else None
+    alike = alike_of(mesh, workload.model) if layers else ()
     part = msgspec.structs.replace(of_share, batch=workload.batch // options.micro_batches)
     block, *others = [
         block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
@@ -101,16 +102,16 @@ def build_around(
             f"schedule.activations=host"
         )
     chosen = None if names is None else Chosen(names, block)
-    alike = mesh.groups("dp", "ring", "ulysses")
-    reduces = layers and not step and workload.backward and len(alike[0]) > 1
-    gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
-    shards = shards_of(mesh, options) if step else Shards()
+    replicas = mesh.groups("dp", "ring", "ulysses")
+    reduces = layers and not step and workload.backward and len(replicas[0]) > 1
+    gradients = (Communicator(name=GRADIENTS, groups=replicas),) if reduces else ()
+    shards = shards_of(mesh, options, workload.model) if step else Shards()
     header = Header(
         name=plan.name,
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope),
-        communicators=(*plan.communicators, *gradients, *dict.fromkeys((*filter(None, (group,)), *shards.declared))),
+        communicators=(*plan.communicators, *gradients, *dict.fromkeys((*alike, *shards.declared))),
         claims=_claims(plan, workload, mesh, options, block),
     )
 
@@ -135,13 +136,12 @@ def build_around(
         tokens, its_group = own_tokens(mesh, role, every, workload), Group(group, every) if group else None
         tiling: Tiling = its_group.tiling if its_group else whole
         own = units(of_share)
-        params = Flat(b, shards, options, rank, own) if step else Replicated(b, gradients, own, group)
+        params = Flat(b, shards, options, rank, own) if step else Replicated(b, gradients, own, alike)
         kinds = []
         for number, ((one, _), its) in enumerate(zip(of_share.kinds(), (block, *others), strict=True)):
             b.workload = one
             keeps = checkpoint(its, options.checkpoint if step else "none")
-            attention = plan.attention(b)
-            kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, its_group))
+            kinds.append(LayerWriter(b, its, tokens, plan.attention(b), params, kept, tiling, keeps, number, its_group))
         b.workload = of_share
 
         def ends() -> tuple[Entry, Exit]:
@@ -197,24 +197,25 @@ def _claims(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerO
     moves weights and gradients, and tokens between members of a tensor-parallel group.
     """
     of_share = workload_of_share(workload, mesh.tp)
-    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(workload, block)
+    whole = msgspec.structs.replace(workload, model=computed_model(workload.model, mesh.tp))
+    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(whole, block)
     written = [*block.forward, block.projections]
     written += [*block.backward, back(*block.projections)] if workload.backward else []
     if plan.partwise and workload.backward:
-        gemms += gemm_flops_again(workload, made_again(block))
+        gemms += gemm_flops_again(whole, made_again(block))
     if plan.projects_again and workload.backward:
-        gemms += gemm_flops_again(workload, block.projections)
+        gemms += gemm_flops_again(whole, block.projections)
     if step:
         point = checkpoint(block, options.checkpoint)
         forward = msgspec.structs.replace(of_share, scope="attention", layers=1, passes="forward")
         passes += [forward] if point.attends else []
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
         projections = block.projections if point.attends else ()
-        gemms += gemm_flops_again(workload, (*point.again.before, *projections, *point.again.after))
+        gemms += gemm_flops_again(whole, (*point.again.before, *projections, *point.again.after))
         written += [*point.again, projections]
     layers = workload.layers
     flops, sent = (
-        mesh.tp * dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
+        mesh.tp * dp * sum(of(one) * count for work in passes for one, count in work.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
     of_group = layers * sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Protocol
 
@@ -54,22 +53,23 @@ class Params(Protocol):
         ...
 
 
-def sum_over_group(b: ProgramBuilder, group: Communicator | None, gradient: Tensor, view: View) -> None:
-    """Append what sums the gradient of a weight that all ranks of a group have whole, each of its own tokens. Of shares
-    there is nothing to sum.
+def sum_over_group(b: ProgramBuilder, alike: tuple[Communicator, ...], gradient: Tensor, view: View) -> None:
+    """Append what sums the gradient of a weight over the ranks of a group that have the same of it, each of its own
+    tokens, or of its own query heads of a key/value head. Of shares of one rank there is nothing to sum.
     """
-    if group and not b.share.divides(gradient):
-        b.add(AllReduce(label=f"sum {gradient.name}", communicator=group.name, view=view))
+    for one in alike:
+        if len(one.groups[0]) == b.share.alike(gradient):
+            b.add(AllReduce(label=f"sum {gradient.name}", communicator=one.name, view=view))
 
 
 def summed_over_group_bytes(workload: Workload, degree: int) -> int:
-    """Return what all members of groups of so many ranks send for that, once for all trained weights of a workload:
-    2 (T-1) bytes per byte of those that are not divided.
+    """Return what all members of a group of so many ranks send for that, once for all trained weights of a workload:
+    2 (A-1) bytes per byte of what A of them have alike.
     """
     share = Share(workload.model, 0, degree)
-    weights = [weight for unit in trained(workload) for weight in unit.weights if not share.divides(weight)]
-    size = sum(math.prod(weight.shape(workload.model)) for weight in weights)
-    return 2 * (degree - 1) * size * DTYPE_BYTES[workload.dtype] if workload.backward else 0
+    weights = [weight for unit in trained(workload) for weight in unit.weights]
+    sent = sum(degree // share.alike(one) * 2 * (share.alike(one) - 1) * share.size(one) for one in weights)
+    return sent * DTYPE_BYTES[workload.dtype] if workload.backward else 0
 
 
 class Replicated:
@@ -82,12 +82,12 @@ class Replicated:
         b: ProgramBuilder,
         over: tuple[Communicator, ...],
         own: tuple[Unit, ...],
-        group: Communicator | None = None,
+        alike: tuple[Communicator, ...] = (),
     ) -> None:
-        """``own`` are the units that a rank has: those of its stage of the model; ``group`` are the ranks that have
-        shares of weights.
+        """``own`` are the units that a rank has: those of its stage of the model; ``alike`` as of
+        ``sum_over_group``.
         """
-        self._b, self._over, self._group = b, over, group
+        self._b, self._over, self._alike = b, over, alike
         self._weights = {unit: b.call(unit.name, unit.layer, partial(self._of, unit)) for unit in own}
 
     def _of(self, unit: Unit) -> Values:
@@ -101,7 +101,7 @@ class Replicated:
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
-        sum_over_group(self._b, self._group, gradient, view)
+        sum_over_group(self._b, self._alike, gradient, view)
         for over in self._over:
             self._b.add(AllReduce(label=f"reduce {gradient.name}", communicator=over.name, view=view))
         self._b.output_of(gradient, gradient.rows(self._b.workload.model), view)

@@ -11,11 +11,11 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import ADAPTERS, LAYER, trained, units, updated
-from sim.schedule.model.tensor.group import group_of
+from sim.schedule.model.tensor.group import alike_of
 from sim.schedule.model.weights.params import summed_over_group_bytes
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
-from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
+from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype
 
 
 class Shards(NamedTuple):
@@ -29,16 +29,16 @@ class Shards(NamedTuple):
     """Those that have the same shards in all replicas, where each replica has shards of all."""
     norm: Communicator | None = None
     """Sums squares of gradients: all that own different ones, of shards, of shares or of stages of a model."""
-    group: Communicator | None = None
-    """Those that have shares of weights, and own tokens: sums gradients of weights that all of them have whole."""
+    alike: tuple[Communicator, ...] = ()
+    """Sum gradients of weights of which several ranks of a tensor-parallel group have the same."""
 
     @property
     def declared(self) -> tuple[Communicator, ...]:
         """All that there are."""
-        return tuple(dict.fromkeys(filter(None, self)))
+        return tuple(dict.fromkeys(filter(None, (*self[:-1], *self.alike))))
 
 
-def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
+def shards_of(mesh: Mesh, options: LayerOptions, model: ModelSpec) -> Shards:
     """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas."""
     hybrid = options.shards == "replica"
     across = mesh.groups("dp")
@@ -52,7 +52,7 @@ def shards_of(mesh: Mesh, options: LayerOptions) -> Shards:
         gradients=(weights if shared else gradients) if several else None,
         across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
         norm=_norm(mesh, weights, ("tp", *(axes if _squares_parts(options) else ()))),
-        group=group_of(mesh),
+        alike=alike_of(mesh, model),
     )
 
 

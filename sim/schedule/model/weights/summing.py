@@ -117,7 +117,7 @@ class Summing:
         (size,) = unit.flat.shape(b.workload.model)
         gradients = tuple([made[d(weight)] for weight in unit.weights])
         for weight, gradient in zip(unit.weights, gradients, strict=True):
-            sum_over_group(b, self._owned.shards.group, d(weight), gradient)
+            sum_over_group(b, self._owned.shards.alike, d(weight), gradient)
         if self._in_place:
             flat, *buckets = room
             label, into = f"add gradients of {unit.name}", flat[:size]
