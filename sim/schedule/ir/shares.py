@@ -47,15 +47,20 @@ class Share(NamedTuple):
         divided, extent = tensor.divided(self.model), tensor.shape(self.model)[axis]
         if self.of == 1 or divided is None or divided.axis != axis:
             return Span(0, extent)
-        each = divided.into // self.of * divided.width
-        return Span(self.number * each, (self.number + 1) * each)
+        first, count = self.number * divided.into // self.of, max(1, divided.into // self.of)
+        return Span(first * divided.width, (first + count) * divided.width)
 
     def size(self, tensor: Tensor) -> int:
         """Return how many elements of a weight, or of a flat tensor of weights, this member has."""
-        return sum(math.prod(part.shape(self.model)) // self._into(part) for part in tensor.parts or (tensor,))
+        parts = tensor.parts or (tensor,)
+        return sum(math.prod(part.shape(self.model)) * self.alike(part) // self.of for part in parts)
 
-    def _into(self, tensor: Tensor) -> int:
-        return self.of if self.divides(tensor) else 1
+    def alike(self, tensor: Tensor) -> int:
+        """Return how many members, one behind the other, have the same of a weight: of one that is not divided all, of
+        key/value heads fewer than members some.
+        """
+        divided = tensor.divided(self.model)
+        return max(1, self.of // divided.into) if divided else self.of
 
     @property
     def vocabulary(self) -> Span:
@@ -71,14 +76,15 @@ class Share(NamedTuple):
 
     def elements(self, flat: Tensor, rows: Span) -> list[tuple[Span, Span]]:
         """Return some rows of a flat tensor of this member's shares with the member by which they are named, for
-        weights that all members have the first one: so each element of the whole weights has one name.
+        weights that several members have the first of them: so each element of the whole weights has one name.
         """
         found: list[tuple[Span, Span]] = []
         ends = [*accumulate(map(self.size, flat.parts))]
         for start, stop, weight in zip([0, *ends], ends, flat.parts, strict=False):
             low, high = max(rows.start, start), min(rows.stop, stop)
             if low < high:
-                whose = self.place(flat) if self.divides(weight) else ONE
+                first = self.number // self.alike(weight) * self.alike(weight)
+                whose = Span(first, first + 1)
                 if found and found[-1][1] == whose:
                     low = found.pop()[0].start
                 found.append((Span(low, high), whose))
@@ -106,8 +112,13 @@ def model_of_share(model: ModelSpec, degree: int) -> ModelSpec:
         return model
     counts = {name: getattr(model, name) for name in _SHARED_OUT}
     for name, count in counts.items():
-        if count % degree:
-            allowed = [n for n in range(1, model.num_kv_heads + 1) if not any(one % n for one in counts.values())]
+        replicated = name == "num_kv_heads" and degree % count == 0
+        if count % degree and not replicated:
+            kv_heads = counts.pop("num_kv_heads")
+            allowed = [
+                n for n in range(1, model.num_heads + 1)
+                if not any(one % n for one in counts.values()) and 0 in {kv_heads % n, n % kv_heads}
+            ]  # fmt: skip
             padded = f"; or `set` model.{name}={-(-count // degree) * degree}" if name == "vocab_size" else ""
             raise InputError(
                 f"`tp_degree` {degree} does not divide {name} {count} of {model.name}: allowed are "
@@ -115,7 +126,12 @@ def model_of_share(model: ModelSpec, degree: int) -> ModelSpec:
             )
     if refused := _not_in_parts(model):
         raise InputError(f"`tp_degree` {degree}: {refused} of {model.name} are not computed in parts yet; set it to 1")
-    return msgspec.structs.replace(model, **{name: count // degree for name, count in counts.items()})
+    return msgspec.structs.replace(model, **{name: max(1, count // degree) for name, count in counts.items()})
+
+
+def computed_model(model: ModelSpec, degree: int) -> ModelSpec:
+    """Return what so many members have together of a model: key/value heads that several have count for each."""
+    return msgspec.structs.replace(model, num_kv_heads=max(model.num_kv_heads, degree))
 
 
 _SHARED_OUT = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")

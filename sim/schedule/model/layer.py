@@ -20,7 +20,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of, restarted
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.renaming import Renaming, tokens_later
-from sim.schedule.ir.shares import workload_of_share
+from sim.schedule.ir.shares import computed_model, workload_of_share
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
@@ -32,7 +32,7 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
-from sim.schedule.model.tensor.group import Group, ends_bytes, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tensor.group import Group, alike_of, ends_bytes, group_of, own_tokens, sent_bytes, share_of
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Params, Replicated
@@ -89,6 +89,7 @@ def build_around(
     _require_takes(plan, workload, mesh, options)
     layers, step = workload.scope != "attention", workload.scope == "step"
     of_share, group = workload_of_share(workload, mesh.tp), group_of(mesh) if layers else None
+    alike = alike_of(mesh, workload.model) if layers else ()
     part = msgspec.structs.replace(of_share, batch=workload.batch // options.micro_batches)
     block, *others = [
         block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
@@ -109,24 +110,23 @@ def build_around(
             f"schedule.activations=host"
         )
     chosen = None if names is None else Chosen(names, block)
-    alike = mesh.groups("dp", "ring", "ulysses")
-    reduces = layers and not step and workload.backward and len(alike[0]) > 1
-    gradients = (Communicator(name=GRADIENTS, groups=alike),) if reduces else ()
+    replicas = mesh.groups("dp", "ring", "ulysses")
+    reduces = layers and not step and workload.backward and len(replicas[0]) > 1
+    gradients = (Communicator(name=GRADIENTS, groups=replicas),) if reduces else ()
     stages = Stages(mesh, workload, options)
-    shards = shards_of(mesh, options, stages.both_ends) if step else Shards()
-    declared = dict.fromkeys((*filter(None, (group,)), *shards.declared))
+    shards = shards_of(mesh, options, workload.model, stages.both_ends) if step else Shards()
     header = Header(
         name=plan.name,
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope),
-        communicators=(*plan.communicators, *gradients, *stages.links, *declared),
+        communicators=(*plan.communicators, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
         claims=_claims(plan, workload, mesh, options, block, stages),
     )
 
     ranks = _Ranks(
         plan=plan, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=(block, *others),
-        chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group,
+        chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
     return Schedule(header, ranks.program, replicated=not ranks.own_shards, shards_alike=ranks.shards_alike)
 
@@ -182,6 +182,8 @@ class _Ranks:
     stages: Stages
     group: Communicator | None
     """Those that have shares of weights."""
+    alike: tuple[Communicator, ...]
+    """Those that have the same of some weights: see ``alike_of``."""
 
     @property
     def own_shards(self) -> bool:
@@ -249,7 +251,7 @@ class _Ranks:
         tiling: Tiling = group.tiling if group else whole
         kept = saving(b, options.activations, self.chosen, options.offload_from, tuple(layers.values()))
         step = workload.scope == "step"
-        params = Flat(b, self.shards, options, rank, own) if step else Replicated(b, self.gradients, own, self.group)
+        params = Flat(b, self.shards, options, rank, own) if step else Replicated(b, self.gradients, own, self.alike)
         kinds = []
         for number, ((one, _), its) in enumerate(zip(workload.kinds(), self.blocks, strict=True)):
             b.workload = one
@@ -300,25 +302,26 @@ def _claims(
     moves weights and gradients, and tokens between members of a tensor-parallel group and between stages.
     """
     of_share = workload_of_share(workload, mesh.tp)
-    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(workload, block)
+    whole = msgspec.structs.replace(workload, model=computed_model(workload.model, mesh.tp))
+    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(whole, block)
     written = [*block.forward, block.projections]
     if workload.backward:
         written += [*written_backward(block, apart=stages.splits_backward), back(*block.projections)]
     if plan.partwise and workload.backward:
-        gemms += gemm_flops_again(workload, made_again(block))
+        gemms += gemm_flops_again(whole, made_again(block))
     if plan.projects_again and workload.backward:
-        gemms += gemm_flops_again(workload, block.projections)
+        gemms += gemm_flops_again(whole, block.projections)
     if step:
         point = checkpoint(block, options.checkpoint)
         forward = msgspec.structs.replace(of_share, scope="attention", layers=1, passes="forward")
         passes += [forward] if point.attends else []
         laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
         projections = block.projections if point.attends else ()
-        gemms += gemm_flops_again(workload, (*point.again.before, *projections, *point.again.after))
+        gemms += gemm_flops_again(whole, (*point.again.before, *projections, *point.again.after))
         written += [*point.again, projections]
     layers = workload.layers
     flops, sent = (
-        mesh.tp * dp * sum(of(one) * count for whole in passes for one, count in whole.kinds(layers))
+        mesh.tp * dp * sum(of(one) * count for work in passes for one, count in work.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
     of_group = layers * sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0

@@ -250,8 +250,16 @@ def _num_summed(equation: Equation, model: ModelSpec) -> int:
     """Return over how many heads, features of an MLP or logits a product of tokens sums, else 1."""
     if equation.kind is not Gemm or equation.results[0].of_weight:
         return 1
-    divided = equation.operands[0].divided(model)
-    return divided.into if divided else 1
+    first = equation.operands[0]
+    divided = first.divided(model)
+    return divided.into * terms_of_each(first, model) if divided else 1
+
+
+def terms_of_each(tensor: Tensor, model: ModelSpec) -> int:
+    """Return how many terms a sum over what a tensor is divided into has for each: of key/value heads as many as query
+    heads share one, whose gradients add up to that of the head.
+    """
+    return model.num_heads // model.num_kv_heads if "kv_heads" in tensor.axes else 1
 
 
 class ScopePorts(NamedTuple):

@@ -16,6 +16,8 @@ from sim.schedule.proof.contents import (
     BATCH,
     FAR,
     HEADS,
+    OF_GROUP,
+    OF_GROUP_TOKENS,
     OF_VOCABULARY,
     TOKENS,
     Box,
@@ -147,6 +149,8 @@ class AttentionRules(NamedTuple):
         if content.seen and content.seen[-1][0].start >= OF_VOCABULARY:
             terms = sum(rows.size for rows, _ in content.seen)
             return is_of_vocabulary(content) and terms == self.model.vocab_size
+        if content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS:
+            return self._of_whole_group(content)
         if self.kinds:
             return self.of(content.layer).complete(content)
         if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
@@ -166,6 +170,13 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True
+
+    def _of_whole_group(self, content: Content) -> bool:
+        """Return whether what has terms of some query heads of a group has those of all."""
+        is_weight = content.seen[-1][0].start < OF_GROUP
+        wanted = self.group * (self.seq * self.batch if is_weight else 1)
+        cells = sum(tokens.size * batch.size for tokens, batch in content.seen)
+        return content.seen[0][0].start >= (OF_GROUP_TOKENS if is_weight else OF_GROUP) and cells == wanted
 
     def completed(self, content: Content) -> Content:
         """Return an input as it comes from outside: out and lse of every key, sums with all of their terms."""

@@ -33,6 +33,12 @@ _STOP = attrgetter("stop")
 OF_VOCABULARY = 1 << 60
 """Behind which rows of an embedding, or logits, are numbered where a tensor is a sum of a term for each of them."""
 
+OF_GROUP = 1 << 59
+"""Behind which query heads of a key/value head's group are numbered where a gradient has the terms of some of them."""
+OF_GROUP_TOKENS, APART = 1 << 58, 1 << 40
+"""Behind which tokens are numbered that a gradient of a weight of keys or values is a sum over, where it has the terms
+of some query heads; and how far apart those of different ones are."""
+
 
 class Unclassed(Exception):  # noqa: N818 - nothing went wrong
     """Ranks cannot be proved as one class: each has to be by itself."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.tensors import Tensor
-from sim.schedule.model.scope import tensor_of
+from sim.schedule.model.scope import tensor_of, terms_of_each
 from sim.schedule.proof.contents import (
     FAR,
     FEATURES,
@@ -45,6 +45,8 @@ class Part(NamedTuple):
 
     place: Interval
     which: Span
+    terms: int = 1
+    """How many terms a sum over them has for each: of key/value heads one for each query head."""
 
     def lifted(self, pieces: list[Piece], model: ModelSpec) -> list[Piece]:
         """Return an operand with this part alone as if it were all."""
@@ -78,7 +80,8 @@ class Part(NamedTuple):
         if not piece.content.seen:
             raise ScheduleError(f"{brief(piece.content)} of parts {spell(self.which)} is no sum: all are needed")
         ((terms, _),) = piece.content.seen
-        return ((Span(terms.start + self.which.start, terms.start + self.which.stop), ONE),)
+        first, last = self.which.start * self.terms, self.which.stop * self.terms
+        return ((Span(terms.start + first, terms.start + last), ONE),)
 
 
 def parts_of(operands: list[list[Piece]], model: ModelSpec) -> list[Part]:
@@ -87,6 +90,7 @@ def parts_of(operands: list[list[Piece]], model: ModelSpec) -> list[Part]:
     """
     tensors = [tensor_of(pieces[0].content.tensor, model) for pieces in operands]
     edges: set[int] = set()
+    terms = max(terms_of_each(tensor, model) for tensor in tensors)
     known: list[tuple[Interval, Interval]] = []
     whole = True
     for tensor, pieces in zip(tensors, operands, strict=True):
@@ -115,7 +119,7 @@ def parts_of(operands: list[list[Piece]], model: ModelSpec) -> list[Part]:
         if len(which) > 1:
             spelled = " and ".join(spell(Span(*one)) for one in sorted(which))
             raise ScheduleError(f"parts {spelled} of {', '.join(tensor.name for tensor in tensors)} meet")
-        parts += [Part((low, high), Span(*one)) for one in which]
+        parts += [Part((low, high), Span(*one), terms) for one in which]
     return parts
 
 

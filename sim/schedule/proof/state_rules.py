@@ -15,11 +15,13 @@ from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import (
+    OF_GROUP_TOKENS,
     TOKENS,
     ZERO,
     Box,
     Content,
     Piece,
+    Seen,
     Unclassed,
     brief,
     coalesced,
@@ -28,6 +30,7 @@ from sim.schedule.proof.contents import (
     union,
     volume,
 )
+from sim.schedule.proof.group_rules import of_whole_group
 from sim.schedule.proof.token_rules import behind
 from sim.words.workload import ModelSpec, Workload
 
@@ -97,12 +100,19 @@ class StateRules(NamedTuple):
                 f"packs {spelled}: these are not the gradients of a layer, or of an end, in their order"
             )
         flat = _all_of(packed, share, layer)
-        seen, *others = [piece.content.seen for piece in pieces]
+        seen, *others = [self._seen(piece.content) for piece in pieces]
         if unit == ROOT:
             return self._in_parts(flat, pieces)
         if any(other != seen for other in others):
             raise ScheduleError("packs gradients that are sums over different tokens")
         return [flat._replace(content=flat.content._replace(seen=seen))]
+
+    def _seen(self, content: Content) -> Seen:
+        """Return the tokens and sequences that a gradient is a sum over, of a weight of keys or values of each query
+        head of a group the same.
+        """
+        of_heads = content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS
+        return of_whole_group(content, self.attention.group) if of_heads else content.seen
 
     def _in_parts(self, flat: Piece, pieces: list[Piece]) -> list[Piece]:
         """Return the pieces of a flat gradient, each of which keeps what it is a sum over."""

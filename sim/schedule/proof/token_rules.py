@@ -40,6 +40,7 @@ from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import ROOT, equations, is_sum, kind_of, tensor_of, terms_of
 from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
+from sim.schedule.proof.group_rules import as_of_all, as_of_some, heads_of
 from sim.schedule.proof.part_rules import Part, joined, parts_of
 from sim.words.workload import ModelSpec
 
@@ -82,6 +83,10 @@ class TokenRules(NamedTuple):
         """Return the pieces of each result; raises ScheduleError where the operands make no equation of the model, or
         are different tokens.
         """
+        if some := heads_of(op, operands, self.attention):
+            at, heads = some
+            of_all = [*operands[:at], as_of_all(operands[at], self.attention), *operands[at + 1 :]]
+            return [as_of_some(pieces, heads, self.attention) for pieces in self.apply(op, of_all)]
         parts = parts_of(operands, self.model) if isinstance(op, _IN_PARTS) else []
         if isinstance(op, EmbedBackward) and op.first is not UNSET:
             rows = op.dtable.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import signal
@@ -166,6 +167,14 @@ def test_steps_in_chunks(ranks: Callable[[int], Session], pipeline: str) -> None
     """Four chunks that wait on the host, as do inputs of layers, copied by threads of their own."""
     options = {"pipeline": pipeline, "activations": "host", "loss": "chunked"}
     step_equals_the_reference(ranks(2), make_step("fpdt", 2, step(), chunk=8, **options))
+
+
+@pytest.mark.parametrize("loss", slow_but({"whole"}, ["whole", "chunked", "unfused"]))
+def test_steps_whose_weights_are_shared_out(ranks: Callable[[int], Session], loss: str) -> None:
+    """Two sequences at a time, of which what is gathered is copied; the largest logits are all-reduced."""
+    options = dataclasses.replace(SCHEDULES["single"].options, loss=loss)
+    schedule = SCHEDULES["single"].schedule(step(batch=2), Mesh(tp=2), options)
+    step_equals_the_reference(ranks(2), check(schedule))
 
 
 def step_equals_the_reference(session: Session, checked: Checked) -> None:

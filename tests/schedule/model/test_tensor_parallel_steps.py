@@ -79,11 +79,18 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "both norms, GELU": (Mesh(tp=4), {"norms": "around", "mlp": "gelu"}),
     "one norm before both": (Mesh(tp=2), {"parallel_residual": True, "checkpoint": "x+out"}),
     "documents": (Mesh(tp=2, dp=2), {"documents": (30, 18)}),
+    "two members a key/value head": (Mesh(tp=4), {"num_kv_heads": 2, "biases": ("qkv",)}),
+    "one key/value head": (Mesh(tp=4, dp=2), {"num_kv_heads": 1, "zero_stage": 1}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "case", by_tier({"replicas", "chunks of the loss"}, {"as nanotron", "one weight for both ends"}, CASES)
+    "case",
+    by_tier(
+        {"replicas", "chunks of the loss", "two members a key/value head"},
+        {"as nanotron", "one weight for both ends"},
+        CASES,
+    ),
 )
 def test_what_a_step_may_have_beside(case: str) -> None:
     mesh, chosen = CASES[case]
@@ -92,6 +99,18 @@ def test_what_a_step_may_have_beside(case: str) -> None:
         model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=24, vocab_size=40, mlp="gelu")
         chosen = {key: value for key, value in chosen.items() if key != "mlp"} | {"model": model}
     is_exact(step("single", mesh, **chosen))
+
+
+def test_members_that_share_a_key_value_head_and_do_not_sum_its_gradients() -> None:
+    """Each of two has the terms of its own query heads of it."""
+    schedule = step(mesh=Mesh(tp=4), num_kv_heads=2)
+    assert [one.name for one in schedule.header.communicators if len(one.groups) == 2] == ["key/value heads"]
+
+    def without(rank: int) -> Program:
+        program = schedule.program(rank)
+        return program.replace(ops=tuple([op for op in program.ops if op.label != "sum dwk"]))
+
+    refuses(Schedule(schedule.header, without), "packs dwk.* a sum over some of 4 query heads of a group")
 
 
 @pytest.mark.sweep
@@ -235,8 +254,8 @@ def test_the_flat_share_of_another_member() -> None:
 @pytest.mark.parametrize(
     ("mesh", "chosen", "says"),
     [
-        (Mesh(tp=3), {}, "`tp_degree` 3 does not divide num_heads 8 of test8:4: allowed are 1, 2, 4"),
-        (Mesh(tp=8), {}, "`tp_degree` 8 does not divide num_kv_heads 4"),
+        (Mesh(tp=3), {}, "`tp_degree` 3 does not divide num_heads 8 of test8:4: allowed are 1, 2, 4, 8"),
+        (Mesh(tp=2), {"num_heads": 6, "num_kv_heads": 3}, "does not divide num_kv_heads 3 .*: allowed are 1$"),
         (
             Mesh(tp=2),
             {"vocab_size": 41},

@@ -58,10 +58,11 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
         [{}, {"mlp": "geglu"}, {"mlp": "gelu"}, {"norms": "around"}, {"biases": ("qkv",)}, {"tied_embeddings": True}]
     )
     name, mesh = draw.choice(TENSOR)
-    model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=12, vocab_size=40, **fields)
+    model = make_model(8, draw.choice((4, 4, 2, 1)), head_dim=4)
+    model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, **fields)
     micro = draw.choice((1, 1, 2))
     workload = Workload(model=model, seq=24, batch=micro, dtype="fp64", scope="layer", layers=2)
-    said = f"{name}, {mesh.named()}, {fields}"
+    said = f"{name}, {mesh.named()}, {model.num_kv_heads} key/value heads, {fields}"
     if draw.random() < 0.4:
         return f"{said}, B {micro}", check(SCHEDULES[name].schedule(workload, mesh))
     chosen: dict[str, Any] = {

@@ -38,6 +38,18 @@ def group_of(mesh: Mesh) -> Communicator | None:
     return Communicator(name=TENSOR, groups=mesh.groups("tp")) if mesh.tp > 1 else None
 
 
+def alike_of(mesh: Mesh, model: ModelSpec) -> tuple[Communicator, ...]:
+    """Return the communicators of ranks that have the same of some weights, each of its own tokens or heads: of those
+    of whole weights all of a group, of those of a key/value head some where these are fewer than ranks.
+    """
+    group = group_of(mesh)
+    each = mesh.tp // model.num_kv_heads
+    if group is None or each in {0, 1, mesh.tp}:
+        return (group,) if group else ()
+    some = [ranks[first : first + each] for ranks in group.groups for first in range(0, mesh.tp, each)]
+    return group, Communicator(name="key/value heads", groups=tuple(some))
+
+
 def share_of(mesh: Mesh, rank: int, model: ModelSpec) -> Share:
     """Return what a rank has of a model's weights."""
     return Share(model, mesh.place(rank)["tp"], mesh.tp)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Protocol
 
@@ -11,7 +10,6 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
-from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import Unit, together, trained
 from sim.schedule.model.write import Values
 from sim.schedule.write.builder import ProgramBuilder
@@ -61,24 +59,23 @@ class Params(Protocol):
         ...
 
 
-def sum_over_group(b: ProgramBuilder, group: Communicator | None, gradient: Tensor, view: View) -> None:
-    """Append what sums the gradient of a weight that all ranks of a group have whole, each of its own tokens. Of shares
-    there is nothing to sum.
+def sum_over_group(b: ProgramBuilder, alike: tuple[Communicator, ...], gradient: Tensor, view: View) -> None:
+    """Append what sums the gradient of a weight over the ranks of a group that have the same of it, each of its own
+    tokens, or of its own query heads of a key/value head. Of shares of one rank there is nothing to sum.
     """
-    if group and not b.share.divides(gradient):
-        b.add(AllReduce(label=f"sum {gradient.name}", communicator=group.name, view=view))
+    for one in alike:
+        if len(one.groups[0]) == b.share.alike(gradient):
+            b.add(AllReduce(label=f"sum {gradient.name}", communicator=one.name, view=view))
 
 
-def summed_over_group_bytes(workload: Workload, mesh: Mesh) -> int:
-    """Return what all members of tensor-parallel groups send for that, once for all trained weights of a workload:
-    2 (T-1) bytes per byte of those that are not divided. Of a weight that is at both ends of a model each of two stages
-    has its part.
+def summed_over_group_bytes(workload: Workload, degree: int) -> int:
+    """Return what all members of a group of so many ranks send for that, once for all trained weights of a workload:
+    2 (A-1) bytes per byte of what A of them have alike.
     """
-    share, size = Share(workload.model, 0, mesh.tp), 0
-    for weight in (weight for unit in trained(workload) for weight in unit.weights if not share.divides(weight)):
-        twice = mesh.pp > 1 and workload.model.tied_embeddings and weight == w_embed
-        size += math.prod(weight.shape(workload.model)) * (2 if twice else 1)
-    return 2 * (mesh.tp - 1) * size * DTYPE_BYTES[workload.dtype] if workload.backward else 0
+    share = Share(workload.model, 0, degree)
+    weights = [weight for unit in trained(workload) for weight in unit.weights]
+    sent = sum(degree // share.alike(one) * 2 * (share.alike(one) - 1) * share.size(one) for one in weights)
+    return sent * DTYPE_BYTES[workload.dtype] if workload.backward else 0
 
 
 class Replicated:
@@ -91,12 +88,12 @@ class Replicated:
         b: ProgramBuilder,
         over: tuple[Communicator, ...],
         own: tuple[Unit, ...],
-        group: Communicator | None = None,
+        alike: tuple[Communicator, ...] = (),
     ) -> None:
-        """``own`` are the units that a rank has: those of its stage of the model; ``group`` are the ranks that have
-        shares of weights.
+        """``own`` are the units that a rank has: those of its stage of the model; ``alike`` as of
+        ``sum_over_group``.
         """
-        self._b, self._over, self._group = b, over, group
+        self._b, self._over, self._alike = b, over, alike
         self._weights = {unit: b.call(unit.name, unit.layer, partial(self._of, unit)) for unit in own}
 
     def _of(self, unit: Unit) -> Values:
@@ -113,7 +110,7 @@ class Replicated:
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
-        sum_over_group(self._b, self._group, gradient, view)
+        sum_over_group(self._b, self._alike, gradient, view)
         for over in self._over:
             self._b.add(AllReduce(label=f"reduce {gradient.name}", communicator=over.name, view=view))
         self._b.output_of(gradient, gradient.rows(self._b.workload.model), view)
@@ -140,5 +137,5 @@ class Replicated:
         """Return what the all-reduces send, over all ranks: 2 (P-1) bytes per byte of a gradient that P ranks have."""
         share, alike = Share(workload.model, 0, mesh.tp), mesh.size // mesh.tp
         size = sum(share.size(unit.flat) for unit in trained(workload)) * DTYPE_BYTES[workload.dtype]
-        of_group = alike * summed_over_group_bytes(workload, mesh)
+        of_group = alike * summed_over_group_bytes(workload, mesh.tp)
         return 2 * mesh.tp * (alike - 1) * size + of_group if workload.backward else 0

@@ -12,11 +12,11 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, trained, units, updated
-from sim.schedule.model.tensor.group import group_of
+from sim.schedule.model.tensor.group import alike_of
 from sim.schedule.model.weights.params import summed_over_group_bytes
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
-from sim.words.workload import DTYPE_BYTES, Workload, accumulation_dtype
+from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype
 
 
 class Shards(NamedTuple):
@@ -30,8 +30,8 @@ class Shards(NamedTuple):
     """Those that have the same shards in all replicas, where each replica has shards of all."""
     norm: Communicator | None = None
     """Sums squares of gradients: all that own different ones, of shards, of shares or of stages of a model."""
-    group: Communicator | None = None
-    """Those that have shares of weights, and own tokens: sums gradients of weights that all of them have whole."""
+    alike: tuple[Communicator, ...] = ()
+    """Sum gradients of weights of which several ranks of a tensor-parallel group have the same."""
     ends: Communicator | None = None
     """Sums gradients of weights that are at both ends of a model, where these are on two stages."""
 
@@ -42,10 +42,11 @@ class Shards(NamedTuple):
     @property
     def declared(self) -> tuple[Communicator, ...]:
         """All that there are."""
-        return tuple(dict.fromkeys(filter(None, self)))
+        some = (self.within, self.gradients, self.across, self.norm, *self.alike, self.ends)
+        return tuple(dict.fromkeys(filter(None, some)))
 
 
-def shards_of(mesh: Mesh, options: LayerOptions, ends: Communicator | None = None) -> Shards:
+def shards_of(mesh: Mesh, options: LayerOptions, model: ModelSpec, ends: Communicator | None = None) -> Shards:
     """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas;
     ``ends`` as of Shards.
     """
@@ -61,7 +62,7 @@ def shards_of(mesh: Mesh, options: LayerOptions, ends: Communicator | None = Non
         gradients=(weights if shared else gradients) if several else None,
         across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
         norm=_norm(mesh, weights, ("pp", "tp", *(axes if _squares_parts(options) else ()))),
-        group=group_of(mesh),
+        alike=alike_of(mesh, model),
         ends=ends,
     )
 
@@ -109,7 +110,7 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     squared = mesh.pp * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
-    of_group = alike * options.micro_batches * summed_over_group_bytes(workload, mesh)
+    of_group = alike * options.micro_batches * summed_over_group_bytes(workload, mesh.tp)
     of_weights = groups * (ranks - 1) * (gathered * own + summed) + across + _of_ends(workload, mesh, options)
     return mesh.tp * of_weights + squares + of_group
 

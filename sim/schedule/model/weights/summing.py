@@ -123,7 +123,7 @@ class Summing:
         (size,) = unit.flat.shape(b.workload.model)
         for weight in unit.weights:
             if d(weight) in made:
-                sum_over_group(b, self._owned.shards.group, d(weight), made[d(weight)])
+                sum_over_group(b, self._owned.shards.alike, d(weight), made[d(weight)])
         gradients = tuple([made.get(d(weight)) or self._none_of(weight) for weight in unit.weights])
         if self._in_place:
             flat, *buckets = room
