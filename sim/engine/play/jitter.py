@@ -40,8 +40,8 @@ deviations of a normal distribution. Between the 8 GPUs of a node it is 5 % (sta
 accelerators), and 8 draws have a range of 2.85 deviations."""
 
 MOST_SEEDS = 99
-_FEW = 2**17
-"""Ops of a schedule for which what was drawn is kept: at most 1 MiB a seed."""
+_FEW = 2**19
+"""Ops of a schedule for which what was drawn is kept: at most 4 MiB a seed."""
 
 Stretch = NDArray[np.float64] | None
 """Per op a factor: of a kernel's time, or on GPUs of the event that wakes another op. None: no noise."""

@@ -76,8 +76,15 @@ class Lowered:
         self.op_use, self.op_copy, self.stream_ops = (np.empty(self.num_ops, INT) for _ in range(3))
         names: list[list[str]] = []
         before = [0]
-        for program, (begin, end) in zip(programs, pairwise(self.first), strict=True):
+        known: dict[tuple[Fragment, ...], int] = {}  # by what stands for the fragments of a rank, the first such one
+        for rank, (program, (begin, end)) in enumerate(zip(programs, pairwise(self.first), strict=True)):
             fragments = [call.fragment for call in program.calls]
+            alike = known.setdefault(tuple([one.shared for one in fragments]), rank)
+            if alike < rank and not any(facts_of(one.shared).copies for one in dict.fromkeys(fragments)):
+                names.append(names[alike])
+                self._lower_alike(alike, begin, before[-1] - before[alike])
+                before.append(before[-1] + len(names[-1]))
+                continue
             names.append(list(dict.fromkeys(name for one in fragments for name in facts_of(one.shared).streams)))
             numbered = {one: self._numbered(program.rank, one, names[-1]) for one in dict.fromkeys(fragments)}
             found, own = [numbered[one] for one in fragments], self.ops[begin:end]
@@ -100,6 +107,18 @@ class Lowered:
             start + of_rank.index(ops.COMPUTE) if ops.COMPUTE in of_rank else -1
             for start, of_rank in zip(before, names, strict=False)
         ]
+
+    def _lower_alike(self, alike: int, begin: int, streams: int) -> None:
+        """Set the same of a rank that does what an earlier one does, and has no copies, which are numbered by rank; its
+        ops begin there, and its streams are so many later.
+        """
+        first, last = self.first[alike : alike + 2]
+        here, there = slice(first, last), slice(begin, begin + last - first)
+        for name in ("kind", "issue"):
+            self.ops[name][there] = self.ops[name][here]
+        self.ops["stream"][there] = self.ops["stream"][here] + streams
+        self.op_use[there], self.op_copy[there] = self.op_use[here], self.op_copy[here]
+        self.stream_ops[there] = self.stream_ops[here] + (begin - first)
 
     def _numbered(self, rank: int, fragment: Fragment, streams: list[str]) -> _Numbered:
         """Return what is distinct in a fragment by the numbers that it has here; ``streams`` are those of the rank."""
