@@ -170,7 +170,7 @@ def families(
     sequences = _sequences(setup)
     whole = setup.replace(ulysses_degree=None, ring_degree=None, cp=None)
     every = as_ring(whole)
-    gpus, per_node = every.mesh.size, every.spec.gpus_per_node
+    gpus, pp, per_node = every.mesh.size, every.mesh.pp, every.spec.gpus_per_node
     tokens = whole.sequence_length if target.tokens_per_s else 0
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
     if tensors and (both := fixed & {*DECIDED}):
@@ -187,7 +187,7 @@ def families(
         others = {key: values for key, values in varied.items() if key not in grid}
         title = names.schedule_name(name)
         axes = ("ring",) if ranks else entry.degrees
-        for dp, ulysses, ring in _degrees(axes, gpus):
+        for dp, ulysses, ring in _degrees(axes, gpus // pp):
             if sequences is not None and not _is_shared(sequences, dp, setup.batch):
                 continue
             if setup.schedule is None and _is_another(title, axes, ulysses, ring):
@@ -207,7 +207,7 @@ def families(
             for values in product(*([*others.values()] + [orders] * bool(orders))):
                 chosen = dict(zip([*others, "placement"], values, strict=False))
                 placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()}).spelled_out()
-                named = _named(title, dp, ulysses, ring, chosen, beside)
+                named = _named(title, {"U": ulysses, "R": ring, "PP": pp}, dp, chosen, beside)
                 worth = each if price is None else each / (price * gpus)
                 groups = grid_of(placed, tensors)
                 found.append(Family(placed, named, groups | grid, worth, target.within_s(each * tokens), [*groups]))
@@ -233,7 +233,7 @@ def _ordered(key: str, values: Sequence[str]) -> Sequence[str]:
 
 
 def _degrees(axes: Sequence[str], gpus: int) -> Iterator[tuple[int, int, int]]:
-    """Yield replicas, and degrees of heads and of parts of sequences, whose product is so many GPUs."""
+    """Yield replicas, and degrees of heads and of parts of sequences, whose product is the GPUs of a stage."""
     for dp, ulysses in product(divisors(gpus), divisors(gpus)):
         ring, rest = divmod(gpus, dp * ulysses)
         if rest == 0 and ("ulysses" in axes or ulysses == 1) and ("ring" in axes or ring == 1):
@@ -258,8 +258,9 @@ def _is_shared(sequences: int, replicas: int, batch: int) -> bool:
     return sequences % replicas == 0 and batch in {1, sequences // replicas}
 
 
-def _named(schedule: str, dp: int, ulysses: int, ring: int, chosen: Mapping[str, str], beside: Sequence[str]) -> str:
-    degrees = [f"U {ulysses}"] * (ulysses > 1) + [f"R {ring}"] * (ring > 1) + [f"{dp} replicas"] * (dp > 1)
+def _named(schedule: str, inside: Mapping[str, int], dp: int, chosen: Mapping[str, str], beside: Sequence[str]) -> str:
+    degrees = [f"{letters} {degree}" for letters, degree in inside.items() if degree > 1]
+    degrees += [f"{dp} replicas"] * (dp > 1)
     said = [*degrees, *(value if key == "placement" else f"{key} {value}" for key, value in chosen.items())]
     said += beside
     return " ".join([schedule, *([f"({', '.join(said)})"] if said else [])])
