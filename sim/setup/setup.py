@@ -273,7 +273,7 @@ class Setup:
         pp = self.pp_degree
         gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=pp)
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
-        each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
+        each = of_each(self.global_batch, sequences, mesh.dp, mesh.size // mesh.pp, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
         found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
         return found.replace(set=turns) if turns else found

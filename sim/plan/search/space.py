@@ -176,7 +176,7 @@ def families(
     if tensors and (both := fixed & {*DECIDED}):
         raise InputError(f"`tensors` are decided one by one: leave out `set` schedule.{min(both)}")
     found = []
-    for name, ranks in _schedules(setup, gpus):
+    for name, ranks in _schedules(setup, gpus // pp):
         entry = names.entry(name)
         has = {*msgspec.to_builtins(entry.options or {})} - fixed
         varied = {key: values for key, values in options.items() if key in has - {*(DECIDED if tensors else ())}}
