@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from sim.base.errors import LongstepError
 from sim.engine.intervals.extrapolated import extrapolated
 from sim.plan.search.space import OPTIONS
+from sim.plan.search.stages import OF_PIPELINES
 from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.setup import names
 from sim.setup.answers.table import Table
@@ -16,9 +17,6 @@ from sim.setup.configuration import Configuration
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 from sim.words.options import OF_STEPS
-
-_OF_PIPELINES = {"pipeline_schedule", "pipeline_chunks", "pipeline_layers"}
-"""Options of steps that have stages."""
 
 
 class Step(NamedTuple):
@@ -78,7 +76,7 @@ def steps(setup: Setup) -> Iterator[Step]:
     found = setup.resolved()
     yield from _degrees(setup, found)
     given = {*()} if found.options is None else {*get_type_hints(type(found.options))}
-    skipped = {*(OF_STEPS if setup.scope != "step" else ()), *(_OF_PIPELINES if found.mesh.pp == 1 else ())}
+    skipped = {*(OF_STEPS if setup.scope != "step" else ()), *(OF_PIPELINES if found.mesh.pp == 1 else ())}
     for name in sorted(given - skipped):
         if name == "pipeline_schedule":
             yield from _pipelines(setup, found)

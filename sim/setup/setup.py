@@ -25,6 +25,7 @@ from sim.setup.names import (
     CLUSTER,
     MODEL,
     ONE_REPLICA,
+    ONE_STAGE,
     PLACEMENTS,
     SET_ROOTS,
     Assumed,
@@ -76,7 +77,7 @@ class Setup:
     """Ranks that split the sequence."""
     cp: int | None = None
     """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas."""
-    pp_degree: int = 1
+    pp_degree: int = ONE_STAGE
     """Stages of a pipeline, each with some of the layers, in which ``schedule.micro_batches`` follow each other:
     ``schedule.pipeline_schedule`` says in which order, ``schedule.pipeline_layers`` which layers."""
     dp_degree: int = ONE_REPLICA

@@ -128,7 +128,9 @@ def test_layers_of_several_kinds_are_left_out_by_whole_turns() -> None:
 @pytest.mark.sweep
 def test_a_plan_has_the_stages_that_were_asked_for() -> None:
     """In all of its families, by name; the best are those of trying everything."""
-    setup = SMALL.replace(schedule="ulysses", pp_degree=2, layers=10, global_batch=8)
+    setup = SMALL.replace(
+        schedule="ulysses", pp_degree=2, layers=10, global_batch=8, set={"schedule.pipeline_schedule": "1f1b"}
+    )
     options = {"checkpoint": ["none", "full"]}
     found = longstep.plan(setup, options=options, most=2, jobs=1)
     assert {family.named for family in families(setup, options)} == {
@@ -150,6 +152,59 @@ def test_no_bound_of_a_pipeline_is_above_a_simulation() -> None:
         "optimiser": ("gpu", "host"),
     }
     assert require_bounds(SMALL.replace(schedule="zigzag", pp_degree=2, layers=8, global_batch=4), few) >= 12
+
+
+def test_stages_are_tried_where_micro_batches_fill_them() -> None:
+    """And layers divide over them; of one sequence, or as many as each replica brings, there is one stage, as where it
+    is asked for and where embedding and head are one.
+    """
+    several = SMALL.replace(schedule="ulysses", layers=6, global_batch=4)
+    found = families(several)
+    assert {one.named for one in found if one.setup.pp_degree > 1} == {
+        "ulysses (U 2, PP 2, pipeline_schedule 1f1b)",
+        "ulysses (U 2, PP 2, pipeline_schedule zb-h1)",
+        "ulysses (PP 2, 2 replicas, pipeline_schedule 1f1b)",
+        "ulysses (PP 2, 2 replicas, pipeline_schedule zb-h1)",
+    }
+    assert {one.setup.resolved().mesh.size for one in found} == {4}
+    chunks = [one for one in families(several.replace(layers=8)) if "pipeline_chunks 2" in one.named]
+    assert {one.setup.pp_degree for one in chunks} == {2, 4}
+    assert {one.setup.resolved().options.pipeline_schedule for one in chunks} == {"interleaved"}
+    ones = [{"global_batch": 1}, {"global_batch": "any"}, {"pp_degree": 1}, {"model": "gemma-2-2b"}, {"layers": 5}]
+    for changes in ones:
+        assert {one.setup.pp_degree for one in families(several.replace(**changes))} == {1}, changes
+    named = families(several, {"pipeline_schedule": ["gpipe"]})
+    assert {one.named for one in named if one.setup.pp_degree > 1} == {
+        "ulysses (U 2, PP 2, pipeline_schedule gpipe)",
+        "ulysses (PP 2, 2 replicas, pipeline_schedule gpipe)",
+    }
+
+
+@pytest.mark.parametrize("layers", [8, pytest.param(24, marks=pytest.mark.slow)])
+def test_ranks_of_one_stage_say_what_those_of_several_are_not_below(layers: int) -> None:
+    """Their kernels, and of those of layers what bubbles add at least."""
+    found = families(SMALL.replace(schedule="zigzag", layers=layers, global_batch=8), {"checkpoint": ["none"]})
+    known = {one.named: least_of(one.setup) for one in found if one.setup.pp_degree == 1}
+    told = [one for one in found if one.like in known]
+    assert len(told) >= 4
+    for one in told:
+        alike = known[one.like]
+        assert one.bubbles > 0
+        assert 0 < alike.layers_s < alike.kernels_s
+        assert alike.kernels_s + one.bubbles * alike.layers_s <= least_of(one.setup).kernels_s, one.named
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_found_where_links_are_slow() -> None:
+    """Over PCIe gathers of weights and hops take longer than bubbles; the best are those of trying everything."""
+    setup = SMALL.replace(
+        schedule="ulysses", model="llama3-8b", cluster="l20-pcie", layers=8, seq="4K", global_batch=16,
+        set={"schedule.pipeline_schedule": "1f1b"},
+    )  # fmt: skip
+    options = {"checkpoint": ["none"], "loss": ["chunked"]}
+    found = longstep.plan(setup, options=options, most=2, jobs=1)
+    assert "PP" in found.best[0]["schedule"]
+    assert [row["step_time_s"] / 16 for row in found.best] == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
 
 
 def test_bounds_of_stages_that_cannot_be_are_refused() -> None:

@@ -42,6 +42,8 @@ class Least(NamedTuple):
     """Of the link that carries most for this rank, at its rate."""
     ops: int
     """How many its program has."""
+    layers_s: float = 0.0
+    """Of ``kernels_s`` those of layers, where few of them have told."""
 
     @property
     def step_s(self) -> float:
@@ -55,14 +57,18 @@ class Least(NamedTuple):
 
     def with_more(self, last: Least, few: Few) -> Least:
         """Return what a step takes at least of which this one has few layers or micro-batches and ``last`` more."""
-        kernels_s, states_s, links_s, ops = (few.told(*pair) for pair in zip(self, last, strict=True))
-        return Least(kernels_s, states_s, links_s, round(ops))
+        kernels_s, states_s, links_s, ops, layers_s = (few.told(*pair) for pair in zip(self, last, strict=True))
+        return Least(kernels_s, states_s, links_s, round(ops), layers_s)
+
+    def with_layers(self, last: Least, few: Few) -> Least:
+        """Return the same where ``last`` has more layers."""
+        return self.with_more(last, few)._replace(layers_s=(last.kernels_s - self.kernels_s) / few.between * few.layers)
 
 
 def least_of_any(found: Sequence[Least]) -> Least:
     """Return what none of some configurations is below."""
-    kernels_s, states_s, links_s, ops = (min(values) for values in zip(*found, strict=True))
-    return Least(kernels_s, states_s, links_s, ops)
+    kernels_s, states_s, links_s, ops, layers_s = (min(values) for values in zip(*found, strict=True))
+    return Least(kernels_s, states_s, links_s, ops, layers_s)
 
 
 @garbage_collection_off()

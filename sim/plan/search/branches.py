@@ -167,7 +167,7 @@ def least_of(setup: Setup) -> Least:
     its bubbles.
     """
     few = of_turns(setup, steady=False)
-    found = _told(few, lambda one: _told(of_layers(one, PLAYED), _least, Least.with_more), Least.with_more)
+    found = _told(few, lambda one: _told(of_layers(one, PLAYED), _least, Least.with_layers), Least.with_more)
     if setup.resolved().mesh.pp == 1:
         return found
     steps = least_steps(setup)

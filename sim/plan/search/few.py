@@ -45,6 +45,8 @@ class Few(NamedTuple):
     """How many layers of a chunk, or micro-batches, the last has beyond the first."""
     further: int = 0
     """How many are left to come."""
+    layers: int = 0
+    """Of the setup in each chunk, where layers are left out."""
 
     def told(self, first: float, last: float) -> float:
         """Return a figure of the setup by those of the first and the last."""
@@ -62,7 +64,8 @@ def of_layers(setup: Setup, some: tuple[int, int]) -> Few:
     more = few - (some[0] - some[1]) // period * period
     if least <= more:
         return Few([setup])
-    return Few([_without(setup, found, split, least - size) for size in (few, more)], more - few, least - more)
+    setups = [_without(setup, found, split, least - size) for size in (few, more)]
+    return Few(setups, more - few, least - more, least)
 
 
 def of_played(setup: Setup, some: tuple[int, int] = PLAYED) -> Few:
