@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from sim.diagnose.options import options_of, with_option
+from sim.diagnose.stages import chunks_of, even, of_one_chunk, uneven, unfilled
 from sim.engine.results.figures import FIGURES, LAUNCHES, scaled, with_attention, with_calls
 from sim.setup import names
 from sim.setup.configuration import Configuration
@@ -18,7 +20,7 @@ from sim.setup.setup import Setup
 from sim.setup.unnamed_software import SLOWEST
 from sim.software.attention import kernels_of
 from sim.software.software import load_software
-from sim.words.options import FusedName, LayerOptions
+from sim.words.options import FusedName
 from topology.specs import ClusterSpec, PerGpu
 
 Sign = Literal["faster", "slower", "more memory", "less memory", "uneven ranks"]
@@ -51,39 +53,23 @@ class Machine(NamedTuple):
     """By the configuration, the factor and the slowest rank; None where there is no such figure."""
 
 
-def _options(found: Configuration) -> dict[str, Any]:
-    """Return the options that the schedule takes at this scope."""
-    if isinstance(found.options, LayerOptions):
-        return found.options.of_scope(found.workload.scope)
-    options: dict[str, Any] = msgspec.to_builtins(found.options or {})
-    return options
-
-
-def _option(setup: Setup, found: Configuration, name: str, value: str) -> Setup | None:
-    """Return a setup with an option of its schedule changed; None if it has none, or has that value."""
-    options = _options(found)
-    if name not in options or str(options[name]) == value:
-        return None
-    return setup.replace(set={f"schedule.{name}": value})
-
-
 def _of(name: str, value: str) -> Callable[[Setup, Configuration], Setup | None]:
-    return lambda setup, found: _option(setup, found, name, value)
+    return lambda setup, found: with_option(setup, found, name, value)
 
 
 def _from(name: str, was: str, value: str) -> Callable[[Setup, Configuration], Setup | None]:
     """Return the change of an option only where it was another certain one."""
 
     def changed(setup: Setup, found: Configuration) -> Setup | None:
-        options = _options(found)
-        return _option(setup, found, name, value) if str(options.get(name)) == was else None
+        options = options_of(found)
+        return with_option(setup, found, name, value) if str(options.get(name)) == was else None
 
     return changed
 
 
 def _ranks(found: Configuration) -> int:
     """Return the ranks that share a sequence."""
-    return found.mesh.size // found.mesh.dp
+    return found.mesh.sharing
 
 
 def _fixed(found: Configuration) -> bool:
@@ -151,7 +137,9 @@ def _one_sequence(setup: Setup, found: Configuration) -> Setup | None:
 
 
 def _less_sharded(setup: Setup, found: Configuration, stage: int) -> Setup | None:
-    return _option(setup, found, "zero_stage", str(stage)) if getattr(found.options, "zero_stage", 0) > stage else None
+    return (
+        with_option(setup, found, "zero_stage", str(stage)) if getattr(found.options, "zero_stage", 0) > stage else None
+    )
 
 
 def _attention(setup: Setup, found: Configuration, kernel: FusedName) -> Setup | None:
@@ -181,13 +169,13 @@ def _eager(setup: Setup, found: Configuration) -> Setup | None:
     if found.profile is None or found.profile.runs or found.spec.gpu.kind != "cuda":
         return None
     rotary = load_software(SLOWEST).kernels.rotary
-    changed = _option(setup, found, "modules", "eager")
+    changed = with_option(setup, found, "modules", "eager")
     return changed and changed.replace(set={"software.rotary": rotary})
 
 
 def _torch_on_host(setup: Setup, found: Configuration) -> Setup | None:
     """Return the optimiser of the host as torch's, where there is one, and a profile that can name another."""
-    if _options(found).get("optimiser") != "host" or found.spec.gpu.kind == "cpu":
+    if options_of(found).get("optimiser") != "host" or found.spec.gpu.kind == "cpu":
         return None
     if found.profile is None or found.profile.host_optimiser == "torch":
         return None
@@ -253,6 +241,34 @@ PROGRAMS: tuple[Program, ...] = (
     Program(
         "zigzag", "the layout is zigzag, not contiguous", "print the position ids of rank 0",
         ("faster", "uneven ranks"), _from("layout", "contiguous", "zigzag"),
+    ),
+    *(
+        Program(f"unfilled-pipeline-{parts}",
+                f"the pipeline is idle: a step has {parts} micro-batch{'es' * (parts > 1)}, as large together",
+                "print how many micro-batches pass through a stage in a step, and their shape",
+                ("slower", "more memory"), _parted(unfilled, parts))
+        for parts in (1, 2, 4)
+    ),
+    Program(
+        "all-forward-first", "all micro-batches go forward through the pipeline before any goes backward (GPipe)",
+        "a profiler trace: no backward kernel on the last stage before its last forward pass",
+        ("slower", "more memory"), of_one_chunk("pipeline_schedule", "gpipe"),
+    ),
+    Program(
+        "not-interleaved", "stages of the pipeline have one chunk of layers each: it is not interleaved",
+        "print the layers of each stage: they follow each other", ("slower", "less memory"),
+        lambda s, f: of_one_chunk("pipeline_schedule", "1f1b")(s, f) if chunks_of(f) > 1 else None,
+    ),
+    *(
+        Program(f"uneven-stages-{part}",
+                f"stages of the pipeline are uneven: 1/{part} of the layers of the first one are in the last, too",
+                "print the layers of each stage; kernel seconds of each rank side by side", ("slower", "uneven ranks"),
+                _parted(uneven, part))
+        for part in (8, 4, 2)
+    ),
+    Program(
+        "even-stages", "all stages of the pipeline have as many layers, the last one with the head beside them",
+        "print the layers of each stage", ("slower", "faster", "uneven ranks"), even,
     ),
     Program(
         "no-overlap", "messages between ranks are not overlapped with kernels",

@@ -22,7 +22,7 @@ from sim.engine.results.room import room_of
 from sim.explain.changes import changes
 from sim.explain.logs import Figure, Logged, read_log
 from sim.explain.screen import Explanation, Memory
-from sim.explain.weighed import Scale, longest_by_few, of_all_turns, shortened, turns
+from sim.explain.weighed import Scale, longest_by_few, shortened, turns
 from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.proof.check import Checked
@@ -76,7 +76,7 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
             f"of a pipeline yet: longstep simulate predicts it; or set `pp_degree` 1"
         )
     rows = found.rows(**given)
-    predicted = _without_noise(shortened(setup)).predicted()
+    predicted = _without_noise(shortened(setup).setups[-1]).predicted()
     step = _Step(setup, predicted)
     limits = room_of(predicted.checked.schedule.header, walks(predicted.played), predicted.cluster)
     memory = Memory(
@@ -122,26 +122,27 @@ def _without_noise(setup: Setup) -> Setup:
 
 
 class _Step:
-    """A step of all its micro-batches, by the prediction of two of them where there are more."""
+    """A step of all its micro-batches, by the prediction of few of them where there are more."""
 
     def __init__(self, setup: Setup, predicted: Prediction) -> None:
-        self.predicted, self.count = predicted, turns(setup)
+        self.predicted, few = predicted, shortened(setup)
         two, self.one_s, self.turn_s = _parts(predicted.simulation), 0.0, 0.0
         self.step_time_s, self.parts = predicted.step_time_s, two
         self.floor_s = max(floors(predicted.played, predicted.cluster).values(), default=0.0)
         self.times = 1.0
         """As much as a step of the micro-batches that were predicted has tokens."""
-        if shortened(setup) is setup:
+        if len(few.setups) == 1:
             return
-        alone = quick(_without_noise(shortened(setup, 1)).resolved())
+        alone = quick(_without_noise(few.setups[0]).resolved())
         schedule = alone.built()
         one = play(alone, Checked(schedule, folds=folds(schedule))).simulation
         self.one_s = one.trace.step_time_s
-        self.turn_s = predicted.step_time_s - self.one_s
-        self.step_time_s = of_all_turns(self.one_s, predicted.step_time_s, self.count)
+        if setup.resolved().mesh.pp == 1:
+            self.turn_s = predicted.step_time_s - self.one_s
+        self.step_time_s = few.told(self.one_s, predicted.step_time_s)
         parts = _parts(one)
-        self.parts = {name: max(0.0, of_all_turns(parts.get(name, 0.0), s, self.count)) for name, s in two.items()}
-        self.times = self.count / turns(shortened(setup))
+        self.parts = {name: max(0.0, few.told(parts.get(name, 0.0), s)) for name, s in two.items()}
+        self.times = turns(setup) / turns(few.setups[-1])
         self.floor_s *= self.times
 
     def measured_s(self, judge: Judge, measured: Measured) -> float | None:
@@ -158,7 +159,7 @@ def _findings(measured: Measured, judge: Judge, step: _Step) -> list[str]:
     told = [measured.step_time_s, measured.tokens_per_s, measured.tokens_per_s_per_gpu, measured.mfu]
     if sum(one is not None for one in told) < 2 or judge.step_s is None:
         return []
-    found = shortened(judge.setup).resolved()
+    found = shortened(judge.setup).setups[-1].resolved()
     return findings_of_figures(measured, judge.step_s / step.times, step.predicted, found)
 
 

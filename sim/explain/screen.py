@@ -184,11 +184,11 @@ class Explanation:
         replicas = f"{mesh.dp} replicas" if mesh.dp > 1 else "one replica"
         nodes = f", {found.spec.nodes} nodes" if found.spec.nodes > 1 else ""
         machine = f"{mesh.size} x {found.spec.gpu.name} ({found.spec.name}{nodes})"
-        shared = mesh.size // mesh.dp // mesh.tp
-        split = f"{found.schedule} over {shared} GPUs" if shared > 1 else "no context parallelism"
+        split = f"{found.schedule} over {mesh.sharing} GPUs" if mesh.sharing > 1 else "no context parallelism"
         if mesh.ulysses > 1 < mesh.ring:
             split += f" (heads {mesh.ulysses} x tokens {mesh.ring})"
         split += f", tensor parallelism over {mesh.tp}" if mesh.tp > 1 else ""
+        split += f", in {mesh.pp} stages" if mesh.pp > 1 else ""
         return [
             f"{work.model.name}, {machine}, {length(work.real_seq)} tokens, {batches}, {at_once} on {replicas}",
             "; ".join([split, *techniques_on(dataclasses.asdict(found.options))]),

@@ -20,6 +20,7 @@ from sim.explain.changes import Change
 from sim.plan.fit import lengths_tried
 from sim.plan.search.bounds import least_room
 from sim.plan.search.branches import step_of
+from sim.plan.search.few import Few, at_most, of_turns, turns_of
 from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
 
@@ -35,8 +36,9 @@ _LAYERS = (2, 8)
 """Layers that are played of a step that has more: what the others add is a mean of six, since ranks of a ring drift
 apart and back over several. Within 0.2 % (``tests/explain/test_explain.py``); offloading takes one layer to begin.
 """
-_TURNS = 2
-"""Micro-batches that are played of a step that has more: every further one takes what the last of these adds."""
+_TURNS = (1, 2)
+"""Micro-batches that are played of a step that has more, but of a pipeline: every further one takes what the last of
+these adds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +63,20 @@ class Weighed:
 
 def turns(setup: Setup) -> int:
     """Return the micro-batches of a step."""
-    return int(getattr(setup.resolved().options, "micro_batches", 1))
+    return turns_of(setup.resolved())
 
 
-def shortened(setup: Setup, count: int = _TURNS) -> Setup:
-    """Return the step with so many micro-batches at most, each as large as before."""
+def shortened(setup: Setup) -> Few:
+    """Return the steps with few micro-batches by which that of all is told, each as large as before; of a pipeline
+    with more than its stages.
+    """
+    if setup.resolved().mesh.pp > 1:
+        return of_turns(setup)
+    fewer, few = _TURNS
     has = turns(setup)
-    if has <= count:
-        return setup
-    return setup.replace(batch=setup.batch // has * count, set={"schedule.micro_batches": count})
-
-
-def of_all_turns(one: float, two: float, count: int) -> float:
-    """Return what so many micro-batches take by what one and two do."""
-    return two + (count - _TURNS) * (two - one)
+    if has <= few or setup.resolved().workload.batch % has:
+        return Few([setup])
+    return Few([at_most(setup, fewer), at_most(setup, few)], few - fewer, has - few)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Scale:
     longest: int | None
     """The longest context that fits, near which those of changes are looked for."""
     turn_s: float = 0.0
-    """What the second micro-batch adds to one, where there are more than two."""
+    """What the second micro-batch adds to one, where there are more than two; 0 of a pipeline."""
     one_s: float = 0.0
     """What a step of one takes, then."""
 
@@ -121,7 +123,7 @@ class Scale:
 
     def _walked(self, change: Change) -> Weighed:
         """Return a change with its memory."""
-        room = least_room(shortened(change.setup).resolved())
+        room = least_room(shortened(change.setup).setups[-1].resolved())
         return Weighed(
             change,
             step_time_s=None,
@@ -140,14 +142,17 @@ class Scale:
 
     @garbage_collection_off()
     def _step_s(self, change: Change) -> float:
-        """Return the seconds of a step. Of many micro-batches one is played, and two where the optimiser is another."""
-        count = int(getattr(change.found.options, "micro_batches", 1))
-        if count <= _TURNS:
+        """Return the seconds of a step. Of many micro-batches one is played, and two where the optimiser is another; of
+        a pipeline as many as say what all take.
+        """
+        few = shortened(change.setup)
+        if len(few.setups) == 1 or change.found.mesh.pp > 1:
             return step_of(change.setup, _LAYERS)[0]
-        one_s, own, its = step_of(shortened(change.setup, 1), _LAYERS)[0], self.found.options, change.found.options
+        first, last = few.setups
+        one_s, own, its = step_of(first, _LAYERS)[0], self.found.options, change.found.options
         if self.turn_s and _at_the_end(own) == _at_the_end(its):
-            return one_s + (count - 1) * (one_s - self.one_s + self.turn_s)
-        return of_all_turns(one_s, step_of(shortened(change.setup), _LAYERS)[0], count)
+            return one_s + (turns(change.setup) - 1) * (one_s - self.one_s + self.turn_s)
+        return few.told(one_s, step_of(last, _LAYERS)[0])
 
     def _saves_memory(self, one: Weighed) -> bool:
         return one.peak_bytes < (1 - _SAME) * self.peak_bytes
@@ -204,7 +209,7 @@ def longest_by_few(setup: Setup, free_bytes: int, near: int | None = None) -> in
     """
     if setup.documents is not None or setup.block_mask is not None:
         return None
-    few = shortened(setup)
+    few = shortened(setup).setups[-1]
     free = {few.resolved().workload.seq: free_bytes}
     try:
         lengths = lengths_tried(few, MOST)

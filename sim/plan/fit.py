@@ -44,7 +44,7 @@ def longest(setup: Setup, most: int) -> int:
 def lengths_tried(setup: Setup, most: int) -> list[int]:
     """Return the lengths up to ``most`` of which the longest context is one."""
     mesh = setup.resolved().mesh
-    least = LEAST * (mesh.size // mesh.dp)
+    least = LEAST * mesh.sharing
     octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
     lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
     return [tokens for tokens in lengths if tokens <= most]
@@ -61,7 +61,7 @@ def _padded(setup: Setup) -> Configuration:
 
 def using(setup: Setup, options: Mapping[str, str]) -> Setup:
     """Return a setup with some options of its schedule, or with another schedule. Of one that does not split sequences
-    each GPU is a replica.
+    each GPU, or line of them through all stages, is a replica.
     """
     given = dict(options)
     changes: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
         changes = {
             "schedule": schedule,
             "gpus": gpus,
-            "dp_degree": gpus // setup.tp_degree if alone else setup.dp_degree,
+            "dp_degree": gpus // setup.tp_degree // setup.pp_degree if alone else setup.dp_degree,
         }
         changes |= {"ulysses_degree": None, "ring_degree": None} | ({"cp": None} if alone else {})
     return setup.replace(**changes, set={f"schedule.{name}": value for name, value in given.items()})

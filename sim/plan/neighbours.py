@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from sim.base.errors import LongstepError
 from sim.engine.intervals.extrapolated import extrapolated
 from sim.plan.search.space import OPTIONS
+from sim.plan.search.stages import OF_PIPELINES
+from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.setup import names
 from sim.setup.answers.table import Table
 from sim.setup.configuration import Configuration
@@ -29,10 +31,11 @@ def neighbours(setup: Setup) -> Table:
     """Return what becomes of a step one change away, a row each, the fastest for its tokens first; ``change`` is empty
     for the setup itself.
 
-    Degrees are halved and doubled in pairs, so that all GPUs stay in use; options that are numbers are halved or
-    doubled, others take every other value. ``ratio`` is seconds for a token over those of the setup; ``extrapolated``
-    the share of kernel seconds whose costs lie beyond the measured range. What cannot be built has its reason in
-    ``error``, and is last. Raises InputError where the setup itself cannot be played.
+    Degrees are halved and doubled in pairs, so that all GPUs stay in use; of a step of several micro-batches stages of
+    a pipeline are one of them. Options that are numbers are halved or doubled, others take every other value. ``ratio``
+    is seconds for a token over those of the setup; ``extrapolated`` the share of kernel seconds whose costs lie beyond
+    the measured range. What cannot be built has its reason in ``error``, and is last. Raises InputError where the setup
+    itself cannot be played.
 
     >>> found = neighbours(Setup("zigzag", model="tiny", seq="64K", cluster="hgx-h100", scope="attention", gpus=2))
     >>> ratios = {row["change"]: row["ratio"] for row in found}
@@ -73,9 +76,11 @@ def steps(setup: Setup) -> Iterator[Step]:
     found = setup.resolved()
     yield from _degrees(setup, found)
     given = {*()} if found.options is None else {*get_type_hints(type(found.options))}
-    skipped = OF_STEPS if setup.scope != "step" else ()
-    for name in sorted(given):
-        if name in skipped:
+    skipped = {*(OF_STEPS if setup.scope != "step" else ()), *(OF_PIPELINES if found.mesh.pp == 1 else ())}
+    for name in sorted(given - skipped):
+        if name == "pipeline_schedule":
+            yield from _pipelines(setup, found)
+        if name == "pipeline_schedule" or (name == "pipeline_chunks" and getattr(found.options, name) == 1):
             continue
         hint, value = get_type_hints(type(found.options))[name], getattr(found.options, name)
         for other in _others(name, hint, value):
@@ -84,8 +89,9 @@ def steps(setup: Setup) -> Iterator[Step]:
 
 
 def _degrees(setup: Setup, found: Configuration) -> Iterator[Step]:
-    now = {"ulysses": found.mesh.ulysses, "ring": found.mesh.ring, "dp": found.mesh.dp}
-    axes = [*found.entry.degrees, "dp"]
+    now = {"ulysses": found.mesh.ulysses, "ring": found.mesh.ring, "dp": found.mesh.dp, "pp": found.mesh.pp}
+    in_stages = found.mesh.pp > 1 or (setup.scope == "step" and getattr(found.options, "micro_batches", 1) > 1)
+    axes = [*found.entry.degrees, "dp", *(["pp"] if in_stages else [])]
     base = setup.replace(gpus=found.mesh.size, cp=None)
     for more, fewer in permutations(axes, 2):
         if now[fewer] % 2:
@@ -97,6 +103,17 @@ def _degrees(setup: Setup, found: Configuration) -> Iterator[Step]:
         for name, order in names.PLACEMENTS.items():
             if order != found.mesh.order:
                 yield Step(f"placement {name}", setup.replace(set={"schedule.placement": name}))
+
+
+def _pipelines(setup: Setup, found: Configuration) -> Iterator[Step]:
+    """Yield the other orders in which stages take micro-batches: one of several chunks with two, if it had one."""
+    for name, pipeline in PIPELINES.items():
+        if name != found.options.pipeline_schedule:
+            several = pipeline.chunks is None
+            chunks = max(2, found.options.pipeline_chunks) if several else 1
+            options = {"schedule.pipeline_schedule": name, "schedule.pipeline_chunks": chunks}
+            said = f"pipeline_schedule {name}" + (f", pipeline_chunks {chunks}" if several else "")
+            yield Step(said, setup.replace(set=options))
 
 
 def _others(name: str, hint: Any, value: Any) -> Iterator[object]:

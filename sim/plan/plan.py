@@ -158,7 +158,7 @@ def _lost(search: Search, family: Family, first_s: float | None, words: tuple[st
     best, worse = words
     tried = [one for one in search.played if one.branch.family.named == family.named]
     played = [one.batch_s for one in tried if one.reaches]
-    bounds = [found.least_s for found in search.open if found.branch.family.named == family.named]
+    bounds = [search.least_of(found) for found in search.open if found.branch.family.named == family.named]
     lost = [found for found in search.lost if found.branch.family.named == family.named]
     short = [found for found in lost if found.memory]
     refused = [found for found in lost if found.refused]

@@ -41,7 +41,9 @@ def _gpus(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> 
         try:
             on_more = setup.replace(gpus=more, nodes=None, schedule=setup.schedule or name)
             on_more = on_more.replace(ulysses_degree=None, ring_degree=None)
-            there = [one for one in families(on_more, options) if one.setup.dp_degree == 1]
+            stages = least.setup.pp_degree
+            there = families(on_more.replace(pp_degree=stages), options)
+            there = [one for one in there if one.setup.dp_degree == 1]
         except InputError:
             return []
         for family in sorted(there, key=unusual):

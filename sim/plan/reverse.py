@@ -153,10 +153,12 @@ def longest_context(
     if setup.documents is not None:
         raise InputError("`documents` say how long a sequence is: leave them out where the longest is asked for")
     setup = with_batch(setup, of_any_length=True)
-    gpus, limit = _whole(setup).mesh.size, names.tokens("until", until)
-    lengths = list(lengths_of_units(2 * gpus, limit))
+    sharing, limit = _whole(setup).mesh.sharing, names.tokens("until", until)
+    lengths = list(lengths_of_units(2 * sharing, limit))
     if not lengths:
-        raise InputError(f"`until` {limit}: expected {2 * gpus * PER_OCTAVE} tokens or more on {gpus} GPUs")
+        raise InputError(
+            f"`until` {limit}: expected {2 * sharing * PER_OCTAVE} tokens or more where {sharing} GPUs share a sequence"
+        )
     rows: list[dict[str, Any]] = []
     dropped, hopes, best, waiting = set[str](), dict[str, float](), None, [0]
     winner: Branch | None = None
@@ -289,12 +291,13 @@ def _counts(setup: Setup, counts: Sequence[int] | None) -> list[int]:
         return sorted({names.at_least_one("counts", count) for count in counts})
     found = _whole(setup)
     most, per_node = found.mesh.size, found.spec.gpus_per_node
-    inside = [count for count in range(1, per_node) if per_node % count == 0]
-    return sorted({count for count in (*inside, *range(per_node, most, per_node)) if count < most} | {most})
+    inside, pp = [count for count in range(1, per_node) if per_node % count == 0], found.mesh.pp
+    some = (count for count in (*inside, *range(per_node, most, per_node)) if count < most and count % pp == 0)
+    return sorted({*some} | {most})
 
 
 def _whole(setup: Setup) -> Configuration:
-    """Return all GPUs of a setup in one ring."""
+    """Return all GPUs of a setup in one ring, in each of its stages."""
     return as_ring(setup.replace(ulysses_degree=None, ring_degree=None, cp=None, dp_degree=1))
 
 

@@ -25,6 +25,7 @@ from sim.setup.names import (
     CLUSTER,
     MODEL,
     ONE_REPLICA,
+    ONE_STAGE,
     PLACEMENTS,
     SET_ROOTS,
     Assumed,
@@ -80,7 +81,7 @@ class Setup:
     tp_degree: int = 1
     """Ranks that share out the weights of layers (tensor parallelism): neighbours, which are on one node where that has
     so many GPUs. Each has some heads and some features of MLPs, and some tokens between."""
-    pp_degree: int = 1
+    pp_degree: int = ONE_STAGE
     """Stages of a pipeline, each with some of the layers, in which ``schedule.micro_batches`` follow each other:
     ``schedule.pipeline_schedule`` says in which order, ``schedule.pipeline_layers`` which layers."""
     dp_degree: int = ONE_REPLICA
@@ -279,7 +280,7 @@ class Setup:
             entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=self.pp_degree, tp=self.tp_degree
         )
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
-        each = of_each(self.global_batch, sequences, mesh.dp, mesh.size, self.batch)
+        each = of_each(self.global_batch, sequences, mesh.dp, mesh.size // mesh.pp, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
         found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
         return found.replace(set=turns) if turns else found

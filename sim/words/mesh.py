@@ -55,6 +55,11 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Number of ranks."""
         return math.prod(self.degrees.values())
 
+    @property
+    def sharing(self) -> int:
+        """How many ranks share a sequence, in each stage of a pipeline."""
+        return self.size // self.dp // self.pp // self.tp
+
     def named(self, axes: Sequence[Axis] = ()) -> str:
         """Return the degrees of what schedules split: of some axes in any case, of others where they are above 1.
 

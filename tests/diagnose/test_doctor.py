@@ -19,6 +19,7 @@ ATTENTION = Setup(
     "zigzag", model="llama3-8b", cluster="hgx-h100", gpus=8, seq="256K", scope="attention", jitter=0
 )  # fmt: skip
 STEP = ATTENTION.replace(scope="step", seq="64K", layers=1, gpus=4)
+IN_STAGES = STEP.replace(layers=8, pp_degree=2, seq="32K", batch=4, set={"schedule.micro_batches": 4})
 
 
 def measured(setup: Setup, **more: Any) -> Measured:
@@ -78,6 +79,14 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
             {"set": {"software.host_optimiser": "torch"}},
             "torch-on-host",
             "too slow",
+            marks=pytest.mark.slow,
+        ),
+        (IN_STAGES, {"set": {"schedule.micro_batches": 1}}, "unfilled-pipeline-1", "too slow"),
+        pytest.param(
+            IN_STAGES.replace(seq="8K", batch=8, set={"schedule.micro_batches": 8}),
+            {"set": {"schedule.pipeline_schedule": "gpipe"}},
+            "all-forward-first",
+            "memory differs",
             marks=pytest.mark.slow,
         ),
     ],
@@ -237,6 +246,44 @@ def test_memory_that_did_not_move_between_degrees() -> None:
 def test_what_is_no_measurement_is_refused(run: Measured, message: str) -> None:
     with pytest.raises(InputError, match=message):
         longstep.doctor(ATTENTION, run)
+
+
+def test_what_is_of_pipelines_is_no_cause_where_there_is_one_stage() -> None:
+    """And what is meant is none."""
+    of_pipelines = [one for one in PROGRAMS if "pipeline" in one.says]
+    assert len(of_pipelines) == 9
+    assert not [one.name for one in of_pipelines if one.change(STEP, STEP.resolved())]
+    names = {one.name for one in of_pipelines if one.change(IN_STAGES, IN_STAGES.resolved())}
+    uneven_ones = {"uneven-stages-2", "uneven-stages-4"}
+    assert names == {"unfilled-pipeline-1", "unfilled-pipeline-2", "all-forward-first", *uneven_ones}
+    interleaved = IN_STAGES.replace(set={"schedule.pipeline_schedule": "interleaved", "schedule.pipeline_chunks": 2})
+    by_name = {one.name: one.change(interleaved, interleaved.resolved()) for one in of_pipelines}
+    plain = by_name["not-interleaved"]
+    assert plain is not None
+    assert plain.resolved().options == IN_STAGES.resolved().options
+    assert by_name["uneven-stages-2"] is None, "its chunks are of two stages in turn"
+    uneven = IN_STAGES.replace(set={"schedule.pipeline_layers": "3,5"})
+    even = next(one for one in of_pipelines if one.name == "even-stages").change(uneven, uneven.resolved())
+    assert even is not None
+    assert even.resolved().options.pipeline_layers == "4,4"
+
+
+@pytest.mark.sweep
+def test_uneven_stages_are_told_by_the_kernels_of_their_ranks() -> None:
+    """Where the step is within what is known."""
+    run = IN_STAGES.replace(set={"schedule.pipeline_layers": "3,5"}).predicted()
+    ranks_s = tuple(run.simulation.fold.of_all(kernels_s(run.trace).tolist()))
+    found = longstep.doctor(IN_STAGES, Measured(step_time_s=run.step_time_s, rank_s=ranks_s))
+    assert found.verdict == "ranks differ"
+    assert "uneven-stages-4" in [cause.name for cause in found.consistent]
+
+
+def test_eager_modules_are_tried_where_no_software_is_named() -> None:
+    """An option at its default is one that can be changed."""
+    (eager,) = [one for one in PROGRAMS if one.name == "eager-modules"]
+    changed = eager.change(STEP, STEP.resolved())
+    assert changed is not None
+    assert changed.resolved().options.modules == "eager"
 
 
 def test_names_are_unique() -> None:

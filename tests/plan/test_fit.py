@@ -8,7 +8,7 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.plan.fit import longest, rungs, switched_off, using
+from sim.plan.fit import lengths_tried, longest, rungs, switched_off, using
 from sim.plan.search.room import room
 from sim.plan.search.space import families
 from sim.setup.stacks import STACKS, TECHNIQUES
@@ -32,6 +32,13 @@ def test_the_longest_context_is_the_last_that_fits(schedule: str) -> None:
     step = 2 ** (found.bit_length() - 1) // 16
     fits = [room(setup.replace(seq=tokens).resolved()).fits for tokens in (found, found + step)]
     assert fits == [True, False]
+
+
+def test_lengths_of_stages_are_of_the_ranks_that_share_them() -> None:
+    """Of four ranks in two stages those of two; each GPU of a schedule that splits none is in a line of stages."""
+    stages = ON_TWO.replace(schedule="zigzag", gpus=4, pp_degree=2, batch=2, set={"schedule.micro_batches": 2})
+    assert lengths_tried(stages, 2**13)[0] == lengths_tried(ON_TWO.replace(schedule="zigzag"), 2**13)[0]
+    assert using(stages, {"schedule": "single"}).resolved().mesh.degrees["dp"] == 2
 
 
 def test_the_longest_context_has_ends() -> None:

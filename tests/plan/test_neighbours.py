@@ -26,6 +26,24 @@ def test_degrees_keep_all_gpus_in_use() -> None:
     assert "placement ring-inner" in named
 
 
+def test_stages_are_a_degree_where_there_are_several_micro_batches() -> None:
+    """With another order in which they take these, and none where there is one stage."""
+    said = {"scope": "step", "layers": 4, "batch": 4, "set": {"schedule.micro_batches": 4}}
+    named = {step.change: step.setup for step in steps(make_setup("ulysses", ulysses_degree=2, pp_degree=2, **said))}
+    degrees = {change: setup.resolved().mesh for change, setup in named.items() if " x " in change}
+    assert {(mesh.pp, mesh.ulysses, mesh.dp) for mesh in degrees.values()} == {
+        (1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2),
+    }  # fmt: skip
+    both = named["pipeline_schedule interleaved, pipeline_chunks 2"].resolved().options
+    assert (both.pipeline_schedule, both.pipeline_chunks) == ("interleaved", 2)
+    assert "pipeline_chunks 2" not in named
+    one_stage = {step.change for step in steps(make_setup("ulysses", **said))}
+    assert {change for change in one_stage if "pp 2" in change} == {"ulysses 2 x dp 1 x pp 2"}
+    assert not [change for change in one_stage if "pipeline" in change]
+    alone = {step.change for step in steps(make_setup("ulysses", scope="step"))}
+    assert not [change for change in alone if "pp" in change]
+
+
 def test_options_of_steps_are_varied_in_steps_alone() -> None:
     layer = {step.change for step in steps(make_setup("ulysses"))}
     step = {step.change for step in steps(make_setup("ulysses", scope="step"))}

@@ -72,7 +72,7 @@ def require_same_as_by_trying(seed: int) -> None:
         return
     tokens = setup.sequence_length
     seconds = [tokens / row["tokens_per_s_per_gpu"] / (setup.gpus or 1) for row in found.best]
-    assert seconds == pytest.approx(expected[:2], rel=1e-12)
+    assert seconds == pytest.approx(expected[:2], rel=1e-5)  # of a pipeline by few micro-batches
     assert bool(found.shortage) is (not expected)
     assert found.slack == 0
 

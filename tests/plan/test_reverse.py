@@ -158,7 +158,7 @@ def test_bad_questions_are_refused() -> None:
         longstep.fewest_gpus(SMALL, step_time_s=-1)
     with pytest.raises(InputError, match="`tokens_per_s` 0"):
         longstep.longest_context(SMALL, tokens_per_s=0)
-    with pytest.raises(InputError, match="`until` 100: expected 1024 tokens or more on 4 GPUs"):
+    with pytest.raises(InputError, match="`until` 100: expected 1024 tokens or more where 4 GPUs share a sequence"):
         longstep.longest_context(SMALL, until=100)
     with pytest.raises(InputError, match="`documents` say how long"):
         longstep.longest_context(SMALL.replace(documents=(4096, 4096)))

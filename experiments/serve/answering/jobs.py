@@ -257,7 +257,8 @@ def _draft(setup: Setup, taken: Effort) -> dict[str, Any]:
     least_s, limits = least_of(setup).step_s, least_limits(setup)
     tightest = min(limits, key=lambda limit: limit.free_bytes)
     free = f"{size(abs(tightest.free_bytes), FEW)} of the {tightest.memory} {_left(tightest.free_bytes)}"
-    said = f"At least {seconds(least_s, FEW)} a step, by the kernels and transfers of one rank; about {free}"
+    ranks = "one rank" if setup.pp_degree == 1 else "one rank a stage"
+    said = f"At least {seconds(least_s, FEW)} a step, by the kernels and transfers of {ranks}; about {free}"
     return {"least_s": least_s, "said": said, "takes": f"all of it takes about {seconds(taken.seconds, 2)} of a core"}
 
 

@@ -32,7 +32,7 @@ def _by(setup: Setup, schedule: str) -> Setup:
     if NAMED[schedule].degrees:
         return setup.replace(schedule=schedule, ulysses_degree=None, ring_degree=None)
     return setup.replace(schedule=schedule, gpus=gpus, cp=None, ulysses_degree=None, ring_degree=None,
-                         dp_degree=gpus or ONE_REPLICA)  # fmt: skip
+                         dp_degree=gpus // setup.pp_degree if gpus else ONE_REPLICA)  # fmt: skip
 
 
 def _why(setup: Setup) -> str:
@@ -48,23 +48,32 @@ def _why(setup: Setup) -> str:
 def _tried(setup: Setup, degrees: dict[str, int | None], found: Configuration) -> dict[str, Any]:
     """Return degrees with why they cannot be had, and whether they are those of now."""
     mesh = found.mesh
-    now = (mesh.dp, mesh.ulysses, mesh.ring)
-    same = now == (degrees["dp_degree"], degrees["ulysses_degree"] or 1, degrees["ring_degree"] or 1)
+    now = (mesh.pp, mesh.dp, mesh.ulysses, mesh.ring)
+    same = now == tuple(degrees[f"{axis}_degree"] or 1 for axis in ("pp", "dp", "ulysses", "ring"))
     return {**degrees, "now": same, "why": _why(setup.replace(**degrees))}
 
 
 def _degrees(found: Configuration) -> Iterator[dict[str, int | None]]:
-    """Yield all ways to use as many GPUs as now: ranks that split heads and sequence, and replicas."""
+    """Yield all ways to use as many GPUs as now: ranks that split heads and sequence, replicas, and where a step has
+    several micro-batches stages, at most as many as these, each with as many layers.
+    """
     gpus, axes = found.mesh.size, found.entry.degrees
-    for dp in _divisors(gpus):
-        for ulysses in _divisors(gpus // dp) if "ulysses" in axes else (1,):
-            ring = gpus // dp // ulysses
-            if ring == 1 or "ring" in axes:
-                yield {
-                    "gpus": gpus, "cp": None, "dp_degree": dp,
-                    "ulysses_degree": ulysses if "ulysses" in axes else None,
-                    "ring_degree": ring if "ring" in axes else None,
-                }  # fmt: skip
+    turns = getattr(found.options, "micro_batches", 1)
+    for pp in (one for one in _divisors(gpus) if one in {1, found.mesh.pp} or _takes(found, one, turns)):
+        for dp in _divisors(gpus // pp):
+            for ulysses in _divisors(gpus // pp // dp) if "ulysses" in axes else (1,):
+                ring = gpus // pp // dp // ulysses
+                if ring == 1 or "ring" in axes:
+                    yield {
+                        "gpus": gpus, "cp": None, "pp_degree": pp, "dp_degree": dp,
+                        "ulysses_degree": ulysses if "ulysses" in axes else None,
+                        "ring_degree": ring if "ring" in axes else None,
+                    }  # fmt: skip
+
+
+def _takes(found: Configuration, stages: int, turns: int) -> bool:
+    """Return whether so many stages have as many layers each, and something to do at once."""
+    return stages <= turns and found.workload.layers % stages == 0
 
 
 def _divisors(number: int) -> list[int]:

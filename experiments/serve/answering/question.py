@@ -81,7 +81,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     cp: Count | None = None
     ulysses_degree: Count | None = None
     ring_degree: Count | None = None
-    pp_degree: Count = 1
+    pp_degree: Count | UnsetType = UNSET
     dp_degree: Count | UnsetType = UNSET
     batch: Count = 1
     global_batch: Length | Tokens | None = None

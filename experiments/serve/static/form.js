@@ -153,8 +153,8 @@ export function offer(some) {
   }
 }
 
-const degreesOf = ({ ulysses_degree: u, ring_degree: r, dp_degree: dp }) =>
-  [u ? `Ulysses ${u}` : "", r ? `ring ${r}` : "", dp > 1 || !(u || r) ? `${dp} replica${dp > 1 ? "s" : ""}` : ""].filter(Boolean).join(" × ");
+const degreesOf = ({ ulysses_degree: u, ring_degree: r, pp_degree: pp, dp_degree: dp }) =>
+  [pp > 1 ? `${pp} stages` : "", u ? `Ulysses ${u}` : "", r ? `ring ${r}` : "", dp > 1 || !(u || r || pp > 1) ? `${dp} replica${dp > 1 ? "s" : ""}` : ""].filter(Boolean).join(" × ");
 
 function grey(option, why) {
   option.disabled = Boolean(why);

@@ -41,7 +41,7 @@ class Decisive(NamedTuple):
         return "tokens" if self.kernel in (*ATTENTION_KERNELS, "gemm") else "elements"
 
 
-def decisive(simulation: Simulation, before: Simulation | None = None, more: int = 0) -> Decisive | None:
+def decisive(simulation: Simulation, before: Simulation | None = None, more: float = 0) -> Decisive | None:
     """Return the kernel that decides; None for a step without any. Of a step of which few layers were simulated it has
     so many times ``more`` what the last of these adds to the simulation ``before``.
     """

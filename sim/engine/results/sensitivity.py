@@ -22,7 +22,9 @@ STEP = 0.02
 """How far figures are moved for an elasticity, up and down, as a share."""
 _KINK = 0.03
 """Elasticities above and below today's figure that are farther apart are of two bounds."""
-_TOLD = 0.01
+IMBALANCE = "imbalance"
+"""What bounds a step whose ranks have unequal work, beside figures of the machine."""
+TOLD = 0.01
 """Shares of a step that are worth telling."""
 
 
@@ -75,9 +77,9 @@ class Bound(NamedTuple):
 NOT_ASKED = Bound("", {})
 
 
-def bound(simulation: Simulation) -> Bound:
+def bound(simulation: Simulation, told: float = TOLD) -> Bound:
     """Return what bounds a step. Imbalance does where evening it out saves more than doubling any figure, and more than
-    twice the compute would save after that.
+    twice the compute would save after that. Of savings those are named that are at least as much as ``told``.
     """
     step_s = simulation.trace.step_time_s
     if not step_s:
@@ -90,7 +92,7 @@ def bound(simulation: Simulation) -> Bound:
     rates = [figure for figure in used if figure.resource and figure.rate]
     pairs = {pair: Change(pair, 2.0) for pair in combinations(rates, 2)}
     uneven = _uneven(simulation)
-    changes = [*alone.values(), *pairs.values(), *([Change((COMPUTE, HBM), uneven)] if uneven > 1 + _TOLD else [])]
+    changes = [*alone.values(), *pairs.values(), *([Change((COMPUTE, HBM), uneven)] if uneven > 1 + TOLD else [])]
     try:
         steps_s = [one.step_time_s for one in worlds(simulation, changes)]
     except UnavailableError:
@@ -100,17 +102,17 @@ def bound(simulation: Simulation) -> Bound:
     best = max(saves, key=lambda name: saves[name])
     for pair, together in zip(pairs, shares[len(alone) :], strict=False):
         first, second = (figure.name for figure in pair)
-        if together > saves[first] + saves[second] + _TOLD:
+        if together > saves[first] + saves[second] + TOLD:
             saves[f"{first} + {second}"] = together
             if together / 2 > saves[best]:  # equally full, so that neither helps by itself
                 best = max((first, second), key=lambda name: saves[name])
     if len(shares) > len(alone) + len(pairs):
-        even = saves["imbalance"] = shares[-1]
-        others = max(share for name, share in saves.items() if name not in {COMPUTE.name, HBM.name, "imbalance"})
+        even = saves[IMBALANCE] = shares[-1]
+        others = max(share for name, share in saves.items() if name not in {COMPUTE.name, HBM.name, IMBALANCE})
         if even > max(others, (1 - even) * max(saves[COMPUTE.name], saves[HBM.name])):
-            best = "imbalance"
-    told = {name: share for name, share in saves.items() if share >= _TOLD or name == best}
-    return Bound(best, dict(sorted(told.items(), key=lambda item: -item[1])))
+            best = IMBALANCE
+    named = {name: share for name, share in saves.items() if share >= told or name == best}
+    return Bound(best, dict(sorted(named.items(), key=lambda item: -item[1])))
 
 
 def _used(simulation: Simulation) -> list[Figure]:

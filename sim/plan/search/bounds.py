@@ -21,12 +21,14 @@ from sim.engine.play.facts import largest_part
 from sim.engine.play.work import Work
 from sim.engine.results.report import link_floors
 from sim.engine.results.room import Room, room_of
+from sim.plan.search.few import Few
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.ir.ops import COMPUTE, OFFLOAD, Collective, Exchange, HostCopy, StateKernel
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.setup.configuration import Configuration
+from sim.words.mesh import Mesh
 
 
 class Least(NamedTuple):
@@ -40,6 +42,8 @@ class Least(NamedTuple):
     """Of the link that carries most for this rank, at its rate."""
     ops: int
     """How many its program has."""
+    layers_s: float = 0.0
+    """Of ``kernels_s`` those of layers, where few of them have told."""
 
     @property
     def step_s(self) -> float:
@@ -51,19 +55,20 @@ class Least(NamedTuple):
         """What no step is below of this configuration, or of one that recomputes and copies more."""
         return max(self.kernels_s, self.links_s)
 
-    def with_more(self, more: Least, further: int) -> Least:
-        """Return what so many layers or micro-batches more than ``more`` has take, of which each adds what the one does
-        that ``more`` has and this has not.
-        """
-        pairs = zip(self[:3], more[:3], strict=True)
-        kernels_s, states_s, links_s = (last + further * (last - first) for first, last in pairs)
-        return Least(kernels_s, states_s, links_s, more.ops + further * (more.ops - self.ops))
+    def with_more(self, last: Least, few: Few) -> Least:
+        """Return what a step takes at least of which this one has few layers or micro-batches and ``last`` more."""
+        kernels_s, states_s, links_s, ops, layers_s = (few.told(*pair) for pair in zip(self, last, strict=True))
+        return Least(kernels_s, states_s, links_s, round(ops), layers_s)
+
+    def with_layers(self, last: Least, few: Few) -> Least:
+        """Return the same where ``last`` has more layers."""
+        return self.with_more(last, few)._replace(layers_s=(last.kernels_s - self.kernels_s) / few.between * few.layers)
 
 
 def least_of_any(found: Sequence[Least]) -> Least:
     """Return what none of some configurations is below."""
-    kernels_s, states_s, links_s, ops = (min(values) for values in zip(*found, strict=True))
-    return Least(kernels_s, states_s, links_s, ops)
+    kernels_s, states_s, links_s, ops, layers_s = (min(values) for values in zip(*found, strict=True))
+    return Least(kernels_s, states_s, links_s, ops, layers_s)
 
 
 @garbage_collection_off()
@@ -89,26 +94,32 @@ def least_seconds(found: Configuration) -> Least:
 
 @garbage_collection_off()
 def least_room(found: Configuration) -> Room:
-    """Return what a configuration takes of each memory at least: of schedules that are not of the catalog, whose ranks
-    may have unequal parts, of all ranks. Raises InputError where it cannot be built.
+    """Return what a configuration takes of each memory at least, by one rank of each stage of a pipeline; of schedules
+    that are not of the catalog, whose ranks may have unequal parts, by all ranks. Raises InputError where it cannot be
+    built.
     """
-    schedule, program = _built(found)
-    mesh = schedule.header.mesh
-    if found.entry in SCHEDULES.values():
-        of_ranks = [walk(program, derive(program))] * mesh.size
-    else:
-        programs = {rank: schedule.program(rank) for rank in mesh.first_replica}
-        walked = {rank: walk(one, derive(one)) for rank, one in programs.items()}
-        of_ranks = [walked[mesh.role(rank)] for rank in range(mesh.size)]
+    mesh = found.mesh
+    ranks = last_ranks(mesh) if found.entry in SCHEDULES.values() else mesh.first_replica
+    schedule = found.built(ranks=len(ranks))
+    programs = {rank: schedule.program(rank) for rank in ranks}
+    walked = {rank: walk(one, derive(one)) for rank, one in programs.items()}
+    alike = {mesh.place(rank)["pp"]: rank for rank in ranks}
+    roles = ((rank, mesh.role(rank)) for rank in range(mesh.size))
+    of_ranks = [walked.get(role) or walked[alike[mesh.place(rank)["pp"]]] for rank, role in roles]
     return room_of(schedule.header, of_ranks, found.cluster)
 
 
 def _built(found: Configuration) -> tuple[Schedule, Program]:
-    """Return the schedule, and the program of the last rank of its first replica: to which contiguous parts give most
-    under a causal mask.
-    """
+    """Return the schedule, and the program of the last rank of its first replica, in the last stage of a pipeline."""
     schedule = found.built(ranks=1)
-    return schedule, schedule.program(schedule.header.mesh.first_replica[-1])
+    return schedule, schedule.program(last_ranks(found.mesh)[-1])
+
+
+def last_ranks(mesh: Mesh) -> list[int]:
+    """Return the last rank of each stage of the first replica: to which contiguous parts give most under a causal
+    mask.
+    """
+    return list({mesh.place(rank)["pp"]: rank for rank in mesh.first_replica}.values())
 
 
 def _work_of(schedule: Schedule, program: Program) -> Work:

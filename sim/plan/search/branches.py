@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -15,8 +16,10 @@ from sim.engine.intervals.interval import Interval
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
 from sim.engine.results.room import Limit, Room, room_of
-from sim.engine.results.sensitivity import bound
+from sim.engine.results.sensitivity import IMBALANCE, TOLD, Bound, bound
 from sim.plan.search.bounds import Least, least_of_any, least_room, least_seconds
+from sim.plan.search.few import PLAYED, WALKED, Few, of_layers, of_played, of_turns
+from sim.plan.search.passes import least_steps
 from sim.plan.search.room import room
 from sim.plan.search.space import Branch
 from sim.schedule.derive.replicas import folds
@@ -25,18 +28,8 @@ from sim.setup.answers.answer import Grounds, grounds_of
 from sim.setup.setup import Setup
 from sim.setup.unnamed_software import slowest, widened
 
-PLAYED = (3, 4)
-"""Layers that are played of a step that has more: every further one takes what the last of these adds. A step of 16
-layers, played in full, takes the same within 1e-5 (``tests/plan/test_plan.py``)."""
+Found = TypeVar("Found")
 
-WALKED = (5, 6)
-"""Layers whose memory is walked of a branch that has more: each further one takes what the last of these adds. What
-offloading has under way no longer grows by then; where another op than in few layers holds most, it is a little more.
-"""
-TURNS = (2, 3)
-"""Micro-batches that are played of a step that has more, and whose memory is walked: each further one takes and holds
-what the last of these adds (``tests/plan/test_plan.py``). The first is another: nothing was added up before it.
-"""
 SURE = 0.9
 """Which share of what ``Branch.leanest`` holds every configuration of a branch holds: recomputing and tiles save much
 and take a little for themselves, up to 5 % where there is little to save. ``tests/plan/test_plan.py`` holds them to it.
@@ -97,40 +90,69 @@ class Played(NamedTuple):
 
 def step_of(setup: Setup, layers: tuple[int, int] = PLAYED) -> tuple[float, Simulation]:
     """Return the seconds of a training step without noise, and its simulation: of more than so many ``layers`` and
-    ``TURNS`` micro-batches only these are played, and the others taken to add as much as the last of these. The
-    schedule is not proved.
+    few micro-batches only these are played, and the others taken to add as much as the last of these
+    (``sim.plan.search.few``). The schedule is not proved.
     """
-    step_s, last, _ = _steps_of(setup, layers)
-    return step_s, last
+    found = _steps_of(setup, layers)
+    return found.step_s, found.last
 
 
-def _steps_of(setup: Setup, few: tuple[int, int] = PLAYED) -> tuple[float, Simulation, Simulation | None]:
-    """Return the same with the simulation of fewer layers; None where all are played."""
-    setups, further = _turns(setup)
-    *before, (last_s, played, fewer) = [_steps_of_layers(one, few) for one in setups]
-    return last_s + sum(further * (last_s - first_s) for first_s, *_ in before), played, fewer
+class _Steps(NamedTuple):
+    """A step by its plays."""
+
+    step_s: float
+    last: Simulation
+    """That of most layers and micro-batches."""
+    before: _Fewer | None
+    """The one with fewer layers; None where all are played."""
+    turns: Few
+    of_turns: list[Simulation]
+    """By number of micro-batches that with most layers."""
+
+    @property
+    def bound(self) -> Bound:
+        """What bounds the step. Of a pipeline savings are told by those of few micro-batches and of one more, since
+        bubbles are less of a step the more there are; what even stages would save is not, since the head is less the
+        more layers there are.
+        """
+        if len(self.of_turns) == 1 or self.last.checked.schedule.header.mesh.pp == 1:
+            return bound(self.last)
+        first, last = (bound(one, told=0.0).saves for one in self.of_turns)
+        steps_s = [one.trace.step_time_s for one in self.of_turns]
+        saved = {
+            name: self.turns.told(first[name] * steps_s[0], last[name] * steps_s[1]) / self.turns.told(*steps_s)
+            for name in last
+            if name in first and name != IMBALANCE
+        }
+        by = max((name for name in saved if "+" not in name), key=lambda name: saved[name])
+        told = {name: share for name, share in saved.items() if share >= TOLD or name == by}
+        return Bound(by, dict(sorted(told.items(), key=lambda one: -one[1])))
 
 
-def _steps_of_layers(setup: Setup, some: tuple[int, int]) -> tuple[float, Simulation, Simulation | None]:
-    layers = setup.resolved().workload.layers
-    few, more = some
-    if layers <= more:
-        played = _simulation(setup)
+class _Fewer(NamedTuple):
+    """A simulation of fewer layers than the last one has."""
+
+    simulation: Simulation
+    times: float
+    """How often what the last one adds to it is still to come."""
+
+
+def _steps_of(setup: Setup, some: tuple[int, int] = PLAYED) -> _Steps:
+    """Return the step of a setup by plays of few layers and micro-batches."""
+    few = of_turns(setup)
+    found = [_steps_of_layers(one, some) for one in few.setups]
+    *before, (last_s, last, fewer) = found
+    step_s = few.told(before[0][0], last_s) if before else last_s
+    return _Steps(step_s, last, fewer, few, [one for _, one, _ in found])
+
+
+def _steps_of_layers(setup: Setup, some: tuple[int, int]) -> tuple[float, Simulation, _Fewer | None]:
+    few = of_played(setup, some)
+    *before, played = [_simulation(one) for one in few.setups]
+    if not before:
         return played.trace.step_time_s, played, None
-    before, played = _simulation(setup.replace(layers=few)), _simulation(setup.replace(layers=more))
-    each_s = (played.trace.step_time_s - before.trace.step_time_s) / (more - few)
-    return played.trace.step_time_s + each_s * (layers - more), played, before
-
-
-def _turns(setup: Setup) -> tuple[list[Setup], int]:
-    """Return a setup, or it with as many micro-batches as ``TURNS`` each where it has more, and how many more."""
-    found = setup.resolved()
-    turns = getattr(found.options, "micro_batches", 1)
-    if turns <= TURNS[-1] or found.workload.batch % turns:
-        return [setup], 0
-    spelled, each = setup.spelled_out(), found.workload.batch // turns
-    fewer = [spelled.replace(batch=each * few, set={"schedule.micro_batches": few}) for few in TURNS]
-    return fewer, turns - TURNS[-1]
+    step_s = few.told(before[0].trace.step_time_s, played.trace.step_time_s)
+    return step_s, played, _Fewer(before[0], few.further / few.between)
 
 
 @garbage_collection_off()
@@ -141,53 +163,47 @@ def _simulation(setup: Setup) -> Simulation:
 
 
 def least_of(setup: Setup) -> Least:
-    """Return the least seconds of a training step: of many layers as of ``PLAYED``, of many micro-batches as of
-    ``TURNS``.
+    """Return the least seconds of a training step: of many layers and micro-batches as of few, and of a pipeline with
+    its bubbles.
     """
-    setups, further = _turns(setup)
-    *before, last = [_least_of_layers(one) for one in setups]
-    return before[0].with_more(last, further) if before else last
+    few = of_turns(setup, steady=False)
+    found = _told(few, lambda one: _told(of_layers(one, PLAYED), _least, Least.with_layers), Least.with_more)
+    if setup.resolved().mesh.pp == 1:
+        return found
+    steps = least_steps(setup)
+    return found._replace(kernels_s=steps.passes_s, states_s=steps.all_s - steps.passes_s)
 
 
-def _least_of_layers(setup: Setup) -> Least:
-    layers = setup.resolved().workload.layers
-    if layers <= PLAYED[-1]:
-        return least_seconds(setup.resolved())
-    first, last = (least_seconds(setup.replace(layers=number).resolved()) for number in PLAYED)
-    return first.with_more(last, layers - PLAYED[-1])
+def _least(setup: Setup) -> Least:
+    return least_seconds(setup.resolved())
 
 
 def least_limits(setup: Setup) -> list[Limit]:
-    """Return what a training step takes of each memory: of many layers as of ``WALKED``, of many micro-batches as of
-    ``TURNS``.
-    """
-    setups, further = _turns(setup)
-    return _with_more([_limits_of_layers(one) for one in setups], further)
-
-
-def _limits_of_layers(setup: Setup) -> list[Limit]:
-    layers = setup.resolved().workload.layers
-    if layers <= WALKED[-1]:
-        return [*least_room(setup.resolved()).limits]
-    walked = [least_room(setup.replace(layers=number).resolved()).limits for number in WALKED]
-    return _with_more(walked, layers - WALKED[-1])
+    """Return what a training step takes of each memory: of many layers and micro-batches as of few."""
+    return _told(of_turns(setup), lambda one: _told(of_layers(one, WALKED), _room_limits, _with_more), _with_more)
 
 
 def _limits(setup: Setup) -> list[Limit]:
-    """Return what a training step takes of each memory: of all its layers, of many micro-batches as of ``TURNS``."""
-    setups, further = _turns(setup)
-    return _with_more([least_room(one.resolved()).limits for one in setups], further)
+    """Return what a training step takes of each memory: of all its layers, of many micro-batches as of few."""
+    return _told(of_turns(setup), _room_limits, _with_more)
 
 
-def _with_more(found: Sequence[Sequence[Limit]], further: int) -> list[Limit]:
-    """Return limits where so many more are to come, each of which adds what the last of those that are found does."""
-    *before, last = found
-    if not before:
-        return [*last]
+def _room_limits(setup: Setup) -> list[Limit]:
+    return [*least_room(setup.resolved()).limits]
+
+
+def _told(few: Few, found_of: Callable[[Setup], Found], with_more: Callable[[Found, Found, Few], Found]) -> Found:
+    """Return what is found of a setup by those of few layers or micro-batches."""
+    *before, last = map(found_of, few.setups)
+    return with_more(before[0], last, few) if before else last
+
+
+def _with_more(first: Sequence[Limit], last: Sequence[Limit], few: Few) -> list[Limit]:
+    """Return limits where more is to come, each of which adds what the last of those that are found does."""
     more = []
-    for first, second in zip(before[0], last, strict=True):
-        bytes_more = (second.held_bytes - first.held_bytes) * further
-        held, free = second.held_bytes + bytes_more, second.free_bytes - bytes_more
+    for one, second in zip(first, last, strict=True):
+        held = math.ceil(few.told(one.held_bytes, second.held_bytes))
+        free = second.free_bytes - (held - second.held_bytes)
         more.append(msgspec.structs.replace(second, held_bytes=held, free_bytes=free))
     return more
 
@@ -245,7 +261,8 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
     ``beaten_at``, in seconds over worth, as fast as it has to be, and fits.
     """
     try:
-        step_s, last, before = _steps_of(branch.setup)
+        steps = _steps_of(branch.setup)
+        step_s, last, before, *_ = steps
         result = Played(branch, step_s)
         if result.batch_s > beaten_at or not result.reaches:
             return result
@@ -257,11 +274,9 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
     other = slowest(last)
     found, longer = widened(last, other), step_s / last.trace.step_time_s
     within = found and Interval(found.low_s * longer, found.high_s * longer)
-    bounded = bound(last)
-    more = branch.setup.resolved().workload.layers - last.checked.schedule.header.workload.layers
-    grounds = grounds_of(
-        last, evidence(last, []), decisive(last, before, more), other and other._replace(seconds=other.seconds * longer)
-    )
+    bounded = steps.bound
+    decides = decisive(last, before.simulation, before.times) if before else decisive(last)
+    grounds = grounds_of(last, evidence(last, []), decides, other and other._replace(seconds=other.seconds * longer))
     return result._replace(room=held, within=within, bound_by=bounded.by, saves=bounded.saves, grounds=grounds)
 
 
@@ -274,7 +289,6 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
     whole = setup.resolved()
     if (workload.layers, workload.batch) == (whole.workload.layers, whole.workload.batch):
         return few
-    played = _turns(setup)[0][-1].replace(layers=workload.layers)
-    if few.limits == least_room(played.resolved()).limits:
+    if few.limits == least_room(of_played(of_turns(setup).setups[-1]).setups[-1].resolved()).limits:
         return least_room(whole)
     return room(whole)

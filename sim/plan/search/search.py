@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from sim.base.cpu_time import CpuTime
 from sim.base.workers import Workers
+from sim.plan.search.bounds import Least
 from sim.plan.search.branches import Lost, Open, Played, opened, parts, played
 from sim.plan.search.space import Branch, Family
 from sim.plan.search.usual import first_that_fits
@@ -67,6 +68,8 @@ class Search:
         self.lost: list[Lost] = []
         self._added_s: dict[str, float] = {}
         """Per family what a configuration took at least beyond its bound."""
+        self._roots: dict[str, Least] = {}
+        """Per family what its fastest configurations are not below, in seconds."""
         self._usual = ""
         """The family of the usual configuration that was looked for first."""
         self._turn = 0
@@ -99,7 +102,20 @@ class Search:
     @property
     def least_s(self) -> float:
         """Seconds that nothing is below that was not simulated: infinite where nothing is left."""
-        return min((found.least_s for found in self.open), default=float("inf"))
+        return min(map(self.least_of, self.open), default=float("inf"))
+
+    def least_of(self, found: Open) -> float:
+        """Return what no configuration of a branch is below; of stages that nobody has looked at by the family whose
+        ranks do the same work in one stage.
+        """
+        family, known = found.branch.family, self._roots.get(found.branch.family.like)
+        if known is None:
+            return found.least_s
+        return max(found.least_s, (known.kernels_s + family.bubbles * known.layers_s) / family.worth)
+
+    def _is_told(self, found: Open) -> bool:
+        """Return whether something is known of a branch's bounds."""
+        return id(found) not in self._unasked or found.branch.family.like in self._roots
 
     def run(self, jobs: int, *, until_one: bool = False) -> None:
         """Search until no bound is below the last of the best, or the time is over; or ``until_one`` is known that fits
@@ -162,6 +178,8 @@ class Search:
                 if not self._is_known(one.branch):
                     self.open.append(one)
                 if one.fastest is not None:
+                    if not one.branch.chosen:
+                        self._roots[one.branch.family.named] = one.fastest
                     self._ops.setdefault(one.branch.family.named, one.fastest.ops)
             elif isinstance(one, Lost):
                 self.lost.append(one)
@@ -196,13 +214,13 @@ class Search:
         take so little.
         """
         taken = {id(found) for found in running.values()}
-        waiting = [found for found in self.open if id(found) not in taken and found.least_s < self.beaten_at]
+        waiting = [found for found in self.open if id(found) not in taken and self.least_of(found) < self.beaten_at]
         if self.best and (kin := [found for found in waiting if found.branch.family.named == self._usual]):
             waiting = kin
-        unasked = [found for found in waiting if id(found) in self._unasked]
+        unasked = [found for found in waiting if not self._is_told(found)]
         if soon := [found for found in unasked if id(found) in self._at_once]:
             return soon[0]
-        waiting = [found for found in waiting if id(found) not in self._unasked]
+        waiting = [found for found in waiting if self._is_told(found)]
         if unasked and not waiting:
             return unasked[0]
         if self._leanest_first:
@@ -220,7 +238,7 @@ class Search:
 
     def _guessed_s(self, found: Open) -> float:
         """Return what a branch may take: its bound, and what links added in its family, or may add."""
-        return found.least_s + self._added_s.get(found.branch.family.named, found.exposed_s)
+        return self.least_of(found) + self._added_s.get(found.branch.family.named, found.exposed_s)
 
     def _tell(self, left_s: float) -> None:
         if self._progress is not None:

@@ -12,6 +12,7 @@ import msgspec
 
 from sim.balance.documents import planned_schedules
 from sim.base.errors import InputError
+from sim.plan.search.stages import OF_PIPELINES, num_stages, pipelines
 from sim.plan.search.tensors import DECIDED, as_options, grid_of
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.schedule.model.adapters import adapts_mlp
@@ -75,6 +76,10 @@ class Family(NamedTuple):
     counts, over what its GPUs cost an hour."""
     within_s: float = math.inf
     """What its step may take."""
+    like: str = ""
+    """The family with one stage whose ranks do the same work: of a pipeline no step is below its kernels."""
+    bubbles: float = 0.0
+    """How many times its layers' kernels a pipeline waits at least besides, for stages at both ends of a step."""
     tensors: Sequence[str] = ()
     """Of ``grid`` the groups of tensors of which it is varied what becomes of them (``sim/plan/search/tensors.py``)."""
 
@@ -158,7 +163,8 @@ def families(
 ) -> list[Family]:
     """Return all schedules with all degrees that take the GPUs of a setup. What the setup itself says of schedule,
     degrees and options is not varied; replicas are: as many as share its ``global_batch``, or where that is ``any`` or
-    none, all numbers, each with as many sequences as ``batch`` says. Values of an option that ``OPTIONS`` does not
+    none, all numbers, each with as many sequences as ``batch`` says. So are stages of a pipeline, where micro-batches
+    fill them and nobody says how many (``sim.plan.search.stages``). Values of an option that ``OPTIONS`` does not
     order make families of their own. With the ``price`` of a GPU-hour best is what costs least; ``beside`` is said with
     the degrees. Of groups of ``tensors`` it is varied what becomes of each, instead of what becomes of all; then values
     of ``mlp``, with which blocks have other tensors, make families of their own, too.
@@ -177,10 +183,10 @@ def families(
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
     if tensors and (both := fixed & {*DECIDED}):
         raise InputError(f"`tensors` are decided one by one: leave out `set` schedule.{min(both)}")
-    found = []
-    for name, ranks in _schedules(setup, gpus):
+    found, asked = list[Family](), not isinstance(setup.pp_degree, names.Untold)
+    for name, ranks in _schedules(setup, gpus // setup.pp_degree):
         entry = names.entry(name)
-        has = {*msgspec.to_builtins(entry.options or {})} - fixed
+        has = {*msgspec.to_builtins(entry.options or {})} - fixed - {*OF_PIPELINES}
         varied = {key: values for key, values in options.items() if key in has - {*(DECIDED if tensors else ())}}
         if "whole" in varied.get("mlp", ()) and adapts_mlp(setup.model_spec):
             varied["mlp"] = ("whole",)  # tiles are refused, and what the leanest configuration holds would not be known
@@ -189,7 +195,7 @@ def families(
         others = {key: values for key, values in varied.items() if key not in grid}
         title = names.schedule_name(name)
         axes = ("ring",) if ranks else entry.degrees
-        for dp, ulysses, ring in _degrees(axes, gpus):
+        for pp, (dp, ulysses, ring) in _degrees(axes, gpus, num_stages(setup, gpus, sequences)):
             if sequences is not None and not _is_shared(sequences, dp, setup.batch):
                 continue
             if setup.schedule is None and _is_another(title, axes, ulysses, ring):
@@ -200,7 +206,9 @@ def families(
                 continue
             spans = ulysses > 1 and ring > 1 and ulysses * ring > per_node and "placement" not in fixed
             orders = tuple(options.get("placement", names.PLACEMENTS)) if spans else ()
-            base = setup.replace(schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, jitter=0.0)
+            base = setup.replace(
+                schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, pp_degree=pp, jitter=0.0
+            )
             each = setup.batch * dp if sequences is None else sequences
             base = base.replace(
                 cp=None, ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None,
@@ -208,12 +216,17 @@ def families(
             )  # fmt: skip
             for values in product(*([*others.values()] + [orders] * bool(orders))):
                 chosen = dict(zip([*others, "placement"], values, strict=False))
-                placed = base.replace(set={f"schedule.{key}": value for key, value in chosen.items()}).spelled_out()
-                named = _named(title, dp, ulysses, ring, chosen, beside)
-                worth = each if price is None else each / (price * gpus)
-                groups = grid_of(placed, tensors)
-                found.append(Family(placed, named, groups | grid, worth, target.within_s(each * tokens), [*groups]))
-    return found
+                like = _named(title, {"U": ulysses, "R": ring}, dp * pp, chosen, beside) if pp > 1 else ""
+                for pipeline in pipelines(base, options, fixed, asked=asked):
+                    own = {**chosen, **pipeline.options}
+                    placed = base.replace(set={f"schedule.{key}": value for key, value in own.items()}).spelled_out()
+                    named = _named(title, {"U": ulysses, "R": ring, "PP": pp}, dp, own, beside)
+                    worth = each if price is None else each / (price * gpus)
+                    groups = grid_of(placed, tensors)
+                    within_s = target.within_s(each * tokens)
+                    one = Family(placed, named, groups | grid, worth, within_s, like, pipeline.bubbles, [*groups])
+                    found.append(one)
+    return sorted(found, key=lambda one: one.setup.pp_degree)
 
 
 def _schedules(setup: Setup, gpus: int) -> Iterator[tuple[str | Build | Entry, int | None]]:
@@ -234,12 +247,13 @@ def _ordered(key: str, values: Sequence[str]) -> Sequence[str]:
     return tuple(sorted({*values}, key=OPTIONS[key].index)) if len(values) > 1 else tuple(values)
 
 
-def _degrees(axes: Sequence[str], gpus: int) -> Iterator[tuple[int, int, int]]:
-    """Yield replicas, and degrees of heads and of parts of sequences, whose product is so many GPUs."""
-    for dp, ulysses in product(divisors(gpus), divisors(gpus)):
-        ring, rest = divmod(gpus, dp * ulysses)
-        if rest == 0 and ("ulysses" in axes or ulysses == 1) and ("ring" in axes or ring == 1):
-            yield dp, ulysses, ring
+def _degrees(axes: Sequence[str], gpus: int, stages: Sequence[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
+    """Yield stages, with replicas and degrees of heads and of parts of sequences whose product are the GPUs of one."""
+    for pp in stages:
+        for dp, ulysses in product(divisors(gpus // pp), divisors(gpus // pp)):
+            ring, rest = divmod(gpus // pp, dp * ulysses)
+            if rest == 0 and ("ulysses" in axes or ulysses == 1) and ("ring" in axes or ring == 1):
+                yield pp, (dp, ulysses, ring)
 
 
 def _is_another(name: str, axes: Sequence[str], ulysses: int, ring: int) -> bool:
@@ -260,8 +274,9 @@ def _is_shared(sequences: int, replicas: int, batch: int) -> bool:
     return sequences % replicas == 0 and batch in {1, sequences // replicas}
 
 
-def _named(schedule: str, dp: int, ulysses: int, ring: int, chosen: Mapping[str, str], beside: Sequence[str]) -> str:
-    degrees = [f"U {ulysses}"] * (ulysses > 1) + [f"R {ring}"] * (ring > 1) + [f"{dp} replicas"] * (dp > 1)
+def _named(schedule: str, inside: Mapping[str, int], dp: int, chosen: Mapping[str, str], beside: Sequence[str]) -> str:
+    degrees = [f"{letters} {degree}" for letters, degree in inside.items() if degree > 1]
+    degrees += [f"{dp} replicas"] * (dp > 1)
     said = [*degrees, *(value if key == "placement" else f"{key} {value}" for key, value in chosen.items())]
     said += beside
     return " ".join([schedule, *([f"({', '.join(said)})"] if said else [])])

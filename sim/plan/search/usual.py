@@ -76,9 +76,10 @@ def _size(family: Family) -> int:
 
 
 def unusual(family: Family) -> tuple[int, bool, int]:
-    """Return how unusual a family is: its schedule, heads that are split between nodes, and few parts of heads."""
+    """Return how unusual a family is: stages, its schedule, heads that are split between nodes, few parts of heads."""
     name, ulysses = family.named.partition(" ")[0], family.setup.ulysses_degree or 1
     order = USUAL.index(name) if name in USUAL else len(USUAL)
     per_node = names.cluster_spec(family.setup.cluster).gpus_per_node
     between = ulysses > per_node or family.named.endswith("ring-inner)")
-    return order + len(USUAL) * between, between, -ulysses
+    staged = family.setup.pp_degree > 1
+    return order + len(USUAL) * (between + 2 * staged), between, -ulysses

@@ -13,7 +13,7 @@ import pytest
 import longstep
 from experiments.serve.answering.jobs import JOBS, Jobs
 from experiments.serve.answering.offers import offers
-from experiments.serve.answering.question import Dropped, Question, said_of, setup_of
+from experiments.serve.answering.question import Dropped, Question, question_of, said_of, setup_of
 from experiments.verbs.cli import parse
 from experiments.verbs.simulate import Simulate
 from sim.base.errors import InputError
@@ -199,6 +199,20 @@ def test_choices_that_cannot_be_made_have_their_reason() -> None:
     assert told["techniques"]["FSDP"]["turns"] == {"zero_stage": "3"}
     assert "zero_stage=0" in told["techniques"]["optimiser on the host"]["why"]
     assert told["sliders"]["nvlink"] == "cluster.nvlink.bytes_per_s"
+
+
+def test_stages_are_offered_where_micro_batches_fill_them() -> None:
+    """At most as many as there are, and as divide the layers."""
+    some = TINY | {"schedule": "ulysses", "gpus": 8, "scope": "step", "layers": 4, "batch": 2}
+    setup = setup_of(converted(some | {"pp_degree": 2, "set": {"schedule.micro_batches": "2"}}))
+    told: dict[str, Any] = {}
+    for part in offers(setup, setup.resolved()):
+        told |= part
+    assert {one["pp_degree"] for one in told["degrees"]} == {1, 2}
+    assert all(one["pp_degree"] * one["ulysses_degree"] * one["dp_degree"] == 8 for one in told["degrees"])
+    now = [(one["pp_degree"], one["ulysses_degree"], one["dp_degree"]) for one in told["degrees"] if one["now"]]
+    assert now == [(2, 4, 1)]
+    assert question_of(setup).pp_degree == 2
 
 
 def test_variants_stand_side_by_side_and_one_that_cannot_be_played_says_why() -> None:

@@ -1,0 +1,137 @@
+"""Steps of few layers and few micro-batches, by which those of many are told: what each further one adds is the same.
+
+A step of many layers, or of many stages with many each, takes what one of few does, and for each further layer what the
+last of these adds; so it is for micro-batches, and for bytes. What is added is of layers in every chunk of a pipeline
+at once, so that stages stay as unlike as they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+from sim.schedule.model.pipeline.stages import Stages
+from sim.setup.configuration import Configuration
+from sim.setup.setup import Setup
+
+Some = TypeVar("Some")
+
+PLAYED = (3, 4)
+"""Layers that are played of a step that has more, of each chunk of a pipeline: every further one takes what the last of
+these adds. A step of 16 layers, played in full, takes the same within 1e-5 (``tests/plan/test_plan.py``).
+"""
+PLAYED_IN_STAGES, PLAYED_UNEVEN = (4, 5), (6, 8)
+"""The same of stages of a pipeline, whose rings have only few layers between what they hand on; and where chunks have
+unlike numbers of layers, or a stage several chunks: what decides how long micro-batches wait for each other changes
+while a layer is short beside the head. Then within 0.5 %, where (3, 4) are within 2 %.
+"""
+WALKED = (5, 6)
+"""Layers whose memory is walked of a branch that has more: each further one takes what the last of these adds. What
+offloading has under way no longer grows by then; where another op than in few layers holds most, it is a little more.
+"""
+TURNS = (2, 3)
+"""Micro-batches that are played of a step that has more, and whose memory is walked: each further one takes and holds
+what the last of these adds (``tests/plan/test_plan.py``). The first is another: nothing was added up before it.
+"""
+
+
+class Few(NamedTuple):
+    """Setups by which another one is told: that one itself, or one with fewer layers or micro-batches and one with
+    more.
+    """
+
+    setups: list[Setup]
+    between: int = 1
+    """How many layers of a chunk, or micro-batches, the last has beyond the first."""
+    further: int = 0
+    """How many are left to come."""
+    layers: int = 0
+    """Of the setup in each chunk, where layers are left out."""
+
+    def told(self, first: float, last: float) -> float:
+        """Return a figure of the setup by those of the first and the last."""
+        return last + (last - first) / self.between * self.further
+
+
+def of_layers(setup: Setup, some: tuple[int, int]) -> Few:
+    """Return the setups with so many layers in the smallest chunk by which one with more is told. Where a model has
+    layers of several kinds that take turns, there are as many more as make the others whole turns.
+    """
+    found = setup.resolved()
+    split = stages_of(found).split if found.mesh.pp > 1 else (found.workload.layers,)
+    least, period = min(split), len(found.workload.model.kinds or (None,))
+    few = some[0] + (least - some[0]) % period
+    more = few - (some[0] - some[1]) // period * period
+    if least <= more:
+        return Few([setup])
+    setups = [_without(setup, found, split, least - size) for size in (few, more)]
+    return Few(setups, more - few, least - more, least)
+
+
+def of_played(setup: Setup, some: tuple[int, int] = PLAYED) -> Few:
+    """Return the same for a play, which takes more layers of stages of a pipeline."""
+    found = setup.resolved()
+    if found.mesh.pp > 1:
+        split = stages_of(found).split
+        even = len(split) == found.mesh.pp and len({*split}) == 1
+        few, more = PLAYED_IN_STAGES if even else PLAYED_UNEVEN
+        some = max(some[0], few), max(some[1], more)
+    return of_layers(setup, some)
+
+
+def of_turns(setup: Setup, *, steady: bool = True) -> Few:
+    """Return the setups with few micro-batches by which one with more is told: as ``TURNS`` says, and in a pipeline
+    that has to be ``steady`` more than its stages, so that the last one is of none that begin in its warm-up.
+    """
+    found = setup.resolved()
+    turns, told = turns_of(found), _turns_told(found, steady=steady)
+    if told is None or turns <= (more := told[1]) or found.workload.batch % turns:
+        return Few([setup])
+    return Few([at_most(setup, count) for count in told], more - told[0], turns - more)
+
+
+def at_most(setup: Setup, count: int) -> Setup:
+    """Return a setup with so many micro-batches at most, each as large as before."""
+    found = setup.resolved()
+    turns = turns_of(found)
+    if turns <= count or found.workload.batch % turns:
+        return setup
+    each = found.workload.batch // turns
+    return setup.spelled_out().replace(batch=each * count, set={"schedule.micro_batches": count})
+
+
+def turns_of(found: Configuration) -> int:
+    """Return the micro-batches of a step."""
+    return int(getattr(found.options, "micro_batches", 1))
+
+
+def stages_of(found: Configuration) -> Stages:
+    """Return the stages of a pipeline."""
+    return Stages(found.mesh, found.workload, found.options)
+
+
+def round_of(found: Configuration) -> int | None:
+    """Return of how many micro-batches each further round of a pipeline is; None where its order is of so many as it
+    has, or where more of them are needed until rounds are alike.
+    """
+    rounds = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": found.mesh.pp}
+    each = rounds.get(found.options.pipeline_schedule)
+    return None if each is None or turns_of(found) % each else each
+
+
+def _turns_told(found: Configuration, *, steady: bool) -> tuple[int, int] | None:
+    """Return how many micro-batches are enough: of a pipeline that takes them in rounds two and three rounds. None
+    where only all of them will do.
+    """
+    pp = found.mesh.pp
+    each = round_of(found) if pp > 1 else 1
+    if each == 1:
+        return (pp + 1, pp + 2) if steady and pp > 1 else TURNS
+    return None if each is None else (2 * each, 3 * each)
+
+
+def _without(setup: Setup, found: Configuration, split: tuple[int, ...], fewer: int) -> Setup:
+    """Return a setup with so many fewer layers in each chunk."""
+    short = setup.replace(layers=found.workload.layers - fewer * len(split))
+    if not getattr(found.options, "pipeline_layers", ""):
+        return short
+    return short.replace(set={"schedule.pipeline_layers": ",".join(str(layers - fewer) for layers in split)})

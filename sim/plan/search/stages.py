@@ -1,0 +1,82 @@
+"""Stages of a pipeline that plans try: how many, and in which order they take micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from sim.base.errors import InputError
+from sim.schedule.model.pipeline.stages import Stages
+from sim.schedule.model.pipeline.timetables import PIPELINES
+from sim.setup import names
+from sim.setup.global_batch import divisors
+from sim.setup.names import Untold
+from sim.setup.setup import Setup
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+
+ORDERS = ("1f1b", "interleaved", "zb-h1")
+"""In which stages take micro-batches where nobody names one; the second with ``CHUNKS`` of layers a stage."""
+OF_PIPELINES = ("pipeline_schedule", "pipeline_chunks", "pipeline_layers")
+"""Options of steps that have stages."""
+CHUNKS = 2
+_WAITS: Mapping[str, float] = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1 / CHUNKS, "zb-h1": 1 / 3}
+"""How many passes of a micro-batch through each other stage a stage waits for at least, by the closed forms of papers
+(``timetables``): with chunks as many parts of one, and without gradients of weights, which are a third at most."""
+_SURE = 0.8
+"""Which share of a stage's kernels lies between what it is handed and what it hands on: not what is computed again
+before, nor gradients of weights behind it. Assumed, and held by ``tests/plan/test_pipelines.py``."""
+
+
+class Pipeline(NamedTuple):
+    """An order of micro-batches."""
+
+    options: Mapping[str, str]
+    """Of the schedule."""
+    bubbles: float = 0.0
+    """How many times the kernels of all layers stages wait at least."""
+
+
+def num_stages(setup: Setup, gpus: int, sequences: int | None) -> Sequence[int]:
+    """Return how many stages are tried on some GPUs: as many as are asked for; else one, and all numbers that share
+    them and the layers equally and that all sequences of a global batch fill.
+    """
+    if not isinstance(setup.pp_degree, Untold):
+        return [setup.pp_degree]
+    layers = setup.layers or setup.model_spec.num_layers
+    if sequences is None or not _can_be_cut(setup):
+        return [1]
+    return [pp for pp in divisors(gpus) if layers % pp == 0 and pp <= sequences]
+
+
+def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str], *, asked: bool) -> Iterator[Pipeline]:
+    """Yield the orders that are tried of the stages of a setup: those of ``options``, or of ``ORDERS``, or the one that
+    is ``fixed``. Of stages that nobody ``asked`` for there are none that micro-batches do not fill.
+    """
+    pp = base.pp_degree
+    if pp == 1:
+        yield Pipeline({})
+        return
+    spelled = base.spelled_out().resolved()
+    turns, layers = getattr(spelled.options, "micro_batches", 1), spelled.workload.layers
+    if turns < pp and not asked:
+        return
+    if fixed & {*OF_PIPELINES} or not hasattr(spelled.options, "pipeline_schedule"):
+        yield Pipeline({})
+        return
+    for name in options.get("pipeline_schedule", ORDERS):
+        several = name in PIPELINES and PIPELINES[name].chunks is None
+        if several and (layers % (CHUNKS * pp) or turns % pp):
+            continue
+        chosen = {"pipeline_schedule": name} | ({"pipeline_chunks": str(CHUNKS)} if several else {})
+        yield Pipeline(chosen, _SURE * _WAITS.get(name, 0.0) * (pp - 1) / turns)
+
+
+def _can_be_cut(setup: Setup) -> bool:
+    """Return whether there are pipelines of a model at all."""
+    workload = names.workload(setup.model_spec, 64, batch=2, scope="step", layers=2)
+    try:
+        Stages(Mesh(pp=2), workload, LayerOptions(micro_batches=2))
+    except InputError:
+        return False
+    return True

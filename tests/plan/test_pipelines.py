@@ -1,0 +1,213 @@
+"""Plans with stages of a pipeline: few layers and micro-batches say what many take, and no bound is above a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import longstep
+from longstep import InputError, Setup
+from sim.plan.search.branches import Played, least_limits, least_of, played, step_of
+from sim.plan.search.few import of_layers, of_played, of_turns
+from sim.plan.search.passes import Pass, Work, least_steps, walked
+from sim.plan.search.space import Branch, Family, families
+from sim.schedule.model.pipeline.stages import Stages
+from sim.words.mesh import Mesh
+from sim.words.options import LayerOptions
+from tests.helpers import by_tier
+from tests.plan.test_plan import SMALL, by_trying, require_bounds
+
+F_S, B_S, W_S = 1.0, 1.25, 0.75
+
+
+def make_step(schedule: str = "ulysses", layers: int = 12, micro_batches: int = 6, **changes: Any) -> Setup:
+    """Return a step of two stages of two ranks each; ``changes`` are options of its schedule, but ``pp``."""
+    pp = changes.pop("pp", 2)
+    given = {f"schedule.{key}": value for key, value in {"micro_batches": micro_batches, **changes}.items()}
+    return SMALL.replace(
+        schedule=schedule, gpus=2 * pp, pp_degree=pp, layers=layers, batch=micro_batches, jitter=0.0, set=given,
+    )  # fmt: skip
+
+
+def steps_of(pipeline: str, pp: int, micro_batches: int, chunks: int = 1) -> float:
+    """Return what passes that take the same in all chunks take, without anything between stages."""
+    options = LayerOptions(pipeline_schedule=pipeline, pipeline_chunks=chunks, micro_batches=micro_batches)
+    workload = longstep.workload("tiny", 64, batch=micro_batches, scope="step", layers=pp * chunks)
+    taken_s = {"F": F_S, "B": B_S, "W": W_S, "BW": B_S + W_S}
+    passes = {(kind, at): Pass(0.0, s / chunks, 0.0) for kind, s in taken_s.items() for at in range(pp * chunks)}
+    return walked(Stages(Mesh(pp=pp), workload, options), [Work(passes, passes, 0.0, 0.0)] * pp).all_s
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (8, 24)])
+def test_passes_through_timetables_take_what_papers_say(pp: int, micro_batches: int) -> None:
+    """Bubbles of p - 1 passes (arXiv:1811.06965, arXiv:2104.04473 §2.2), of chunks as much less (§2.2.2), and without
+    gradients of weights in them (arXiv:2401.10241 table 2, ZB-H1).
+    """
+    of_one = F_S + B_S + W_S
+    whole_s, bubble_s = micro_batches * of_one, (pp - 1) * of_one
+    for pipeline in ("gpipe", "1f1b"):
+        assert steps_of(pipeline, pp, micro_batches) == pytest.approx(whole_s + bubble_s, rel=1e-12)
+    assert steps_of("interleaved", pp, micro_batches, 2) == pytest.approx(whole_s + bubble_s / 2, rel=1e-12)
+    hidden_s = (pp - 1) * W_S
+    assert whole_s < steps_of("zb-h1", pp, micro_batches) == pytest.approx(whole_s + bubble_s - 2 * hidden_s, rel=1e-12)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"pipeline_schedule": "gpipe"},
+    "zb-h1": {"pipeline_schedule": "zb-h1", "micro_batches": 7, "layers": 10},
+    "four stages": {"pp": 4, "layers": 24, "micro_batches": 9},
+    "sharded": {"schedule": "zigzag", "checkpoint": "full", "micro_batches": 5},
+    "to the host": {"activations": "host", "optimiser": "host", "mlp": "tiled"},
+    "summed at the end": {"zero_stage": 1, "checkpoint": "none"},
+    "one micro-batch": {"micro_batches": 1},
+    "few": {"micro_batches": 2, "layers": 4},
+}
+
+
+@pytest.mark.parametrize("name", by_tier(["1f1b"], ["zb-h1", "sharded", "few"], OPTIONS))
+def test_few_layers_and_micro_batches_say_what_many_take(name: str) -> None:
+    """Seconds within 1e-4, memory to the byte, and no bound is above either."""
+    setup = make_step(**OPTIONS[name])
+    predicted, least = setup.predicted(), least_of(setup)
+    assert step_of(setup)[0] == pytest.approx(predicted.step_time_s, rel=1e-4)
+    assert 0 < least.branch_s <= least.step_s <= predicted.step_time_s * (1 + 1e-9)
+    assert least.kernels_s + least.states_s > 0.6 * predicted.step_time_s
+    found = played(Branch(Family(setup, "", {})), float("inf"))
+    assert isinstance(found, Played)
+    assert found.room == predicted.room
+    assert predicted.room is not None
+    for limit, whole in zip(least_limits(setup), predicted.room.limits, strict=True):
+        assert 0.95 * whole.held_bytes <= limit.held_bytes <= whole.held_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_schedule": "interleaved", "pipeline_chunks": 2, "layers": 40, "micro_batches": 12},
+        {"pipeline_layers": "11,9", "layers": 20},
+        {"pp": 4, "pipeline_layers": "10,13,11,10", "layers": 44, "micro_batches": 10},
+    ],
+)
+def test_unlike_chunks_take_more_layers_to_say_it(options: dict[str, Any]) -> None:
+    """Within 0.5 %; memory to the byte."""
+    setup = make_step(**options)
+    predicted = setup.predicted()
+    assert step_of(setup)[0] == pytest.approx(predicted.step_time_s, rel=5e-3)
+    assert least_of(setup).step_s <= predicted.step_time_s
+    assert predicted.room is not None
+    assert [one.held_bytes for one in least_limits(setup)] == [one.held_bytes for one in predicted.room.limits]
+
+
+def test_layers_are_left_out_of_each_chunk_alike() -> None:
+    """So that stages differ by as many as before; what is small is played as it is."""
+    uneven = make_step(layers=23, pipeline_layers="13,10")
+    few = of_played(uneven)
+    assert [one.resolved().options.pipeline_layers for one in few.setups] == ["9,6", "11,8"]
+    assert (few.between, few.further) == (2, 2)
+    assert of_layers(make_step(layers=8), (3, 4)).setups == [make_step(layers=8)]
+    assert [one.resolved().options.micro_batches for one in of_turns(make_step()).setups] == [3, 4]
+    rounds = make_step(pipeline_schedule="interleaved", pipeline_chunks=2, micro_batches=8)
+    assert [one.resolved().options.micro_batches for one in of_turns(rounds).setups] == [4, 6]
+    assert of_turns(make_step(micro_batches=4)).setups == [make_step(micro_batches=4)]
+
+
+@pytest.mark.sweep
+def test_layers_of_several_kinds_are_left_out_by_whole_turns() -> None:
+    """A step of 16 layers, of which every other one has a window, takes what few say; that of the last alone is not
+    what another adds.
+    """
+    setup = Setup("zigzag", model="gemma-2-2b", cluster="hgx-h100", gpus=2, seq="64K", layers=15, jitter=0.0)
+    few = of_layers(setup, (3, 4))
+    assert [one.layers for one in few.setups] == [3, 5]
+    assert step_of(setup)[0] == pytest.approx(setup.predicted().step_time_s, rel=1e-4)
+
+
+@pytest.mark.sweep
+def test_a_plan_has_the_stages_that_were_asked_for() -> None:
+    """In all of its families, by name; the best are those of trying everything."""
+    setup = SMALL.replace(
+        schedule="ulysses", pp_degree=2, layers=10, global_batch=8, set={"schedule.pipeline_schedule": "1f1b"}
+    )
+    options = {"checkpoint": ["none", "full"]}
+    found = longstep.plan(setup, options=options, most=2, jobs=1)
+    assert {family.named for family in families(setup, options)} == {
+        "ulysses (U 2, PP 2)",
+        "ulysses (PP 2, 2 replicas)",
+    }
+    assert {row["schedule"] for row in found.best} <= {"ulysses (U 2, PP 2)", "ulysses (PP 2, 2 replicas)"}
+    seconds = [row["step_time_s"] / row["sequences"] for row in found.best]
+    assert seconds == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
+    assert found.slack == 0
+
+
+@pytest.mark.slow
+def test_no_bound_of_a_pipeline_is_above_a_simulation() -> None:
+    """Of branches and leaves, in time and memory."""
+    few: dict[str, tuple[str, ...]] = {
+        "checkpoint": ("none", "full"),
+        "activations": ("hbm", "host"),
+        "optimiser": ("gpu", "host"),
+    }
+    assert require_bounds(SMALL.replace(schedule="zigzag", pp_degree=2, layers=8, global_batch=4), few) >= 12
+
+
+def test_stages_are_tried_where_micro_batches_fill_them() -> None:
+    """And layers divide over them; of one sequence, or as many as each replica brings, there is one stage, as where it
+    is asked for and where embedding and head are one.
+    """
+    several = SMALL.replace(schedule="ulysses", layers=6, global_batch=4)
+    found = families(several)
+    assert {one.named for one in found if one.setup.pp_degree > 1} == {
+        "ulysses (U 2, PP 2, pipeline_schedule 1f1b)",
+        "ulysses (U 2, PP 2, pipeline_schedule zb-h1)",
+        "ulysses (PP 2, 2 replicas, pipeline_schedule 1f1b)",
+        "ulysses (PP 2, 2 replicas, pipeline_schedule zb-h1)",
+    }
+    assert {one.setup.resolved().mesh.size for one in found} == {4}
+    chunks = [one for one in families(several.replace(layers=8)) if "pipeline_chunks 2" in one.named]
+    assert {one.setup.pp_degree for one in chunks} == {2, 4}
+    assert {one.setup.resolved().options.pipeline_schedule for one in chunks} == {"interleaved"}
+    ones = [{"global_batch": 1}, {"global_batch": "any"}, {"pp_degree": 1}, {"model": "gemma-2-2b"}, {"layers": 5}]
+    for changes in ones:
+        assert {one.setup.pp_degree for one in families(several.replace(**changes))} == {1}, changes
+    named = families(several, {"pipeline_schedule": ["gpipe"]})
+    assert {one.named for one in named if one.setup.pp_degree > 1} == {
+        "ulysses (U 2, PP 2, pipeline_schedule gpipe)",
+        "ulysses (PP 2, 2 replicas, pipeline_schedule gpipe)",
+    }
+
+
+@pytest.mark.parametrize("layers", [8, pytest.param(24, marks=pytest.mark.slow)])
+def test_ranks_of_one_stage_say_what_those_of_several_are_not_below(layers: int) -> None:
+    """Their kernels, and of those of layers what bubbles add at least."""
+    found = families(SMALL.replace(schedule="zigzag", layers=layers, global_batch=8), {"checkpoint": ["none"]})
+    known = {one.named: least_of(one.setup) for one in found if one.setup.pp_degree == 1}
+    told = [one for one in found if one.like in known]
+    assert len(told) >= 4
+    for one in told:
+        alike = known[one.like]
+        assert one.bubbles > 0
+        assert 0 < alike.layers_s < alike.kernels_s
+        assert alike.kernels_s + one.bubbles * alike.layers_s <= least_of(one.setup).kernels_s, one.named
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_found_where_links_are_slow() -> None:
+    """Over PCIe gathers of weights and hops take longer than bubbles; the best are those of trying everything."""
+    setup = SMALL.replace(
+        schedule="ulysses", model="llama3-8b", cluster="l20-pcie", layers=8, seq="4K", global_batch=16,
+        set={"schedule.pipeline_schedule": "1f1b"},
+    )  # fmt: skip
+    options = {"checkpoint": ["none"], "loss": ["chunked"]}
+    found = longstep.plan(setup, options=options, most=2, jobs=1)
+    assert "PP" in found.best[0]["schedule"]
+    assert [row["step_time_s"] / 16 for row in found.best] == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
+
+
+def test_bounds_of_stages_that_cannot_be_are_refused() -> None:
+    """As their builder does."""
+    with pytest.raises(InputError, match="do not divide over 2 chunks"):
+        least_steps(make_step(layers=3))
