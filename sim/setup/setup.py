@@ -271,7 +271,7 @@ class Setup:
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
         dp = int(self.dp_degree)
-        pp = self.pp_degree
+        pp = int(self.pp_degree)
         gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=pp)
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
         each = of_each(self.global_batch, sequences, mesh.dp, mesh.size // mesh.pp, self.batch)
@@ -361,7 +361,9 @@ class Setup:
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
         """Return what its degrees stand for, on so many GPUs and in so many replicas."""
         name = names.schedule_name(self.played)
-        return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp, pp=self.pp_degree)
+        return mesh_of(
+            entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp, pp=int(self.pp_degree)
+        )
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:
         """Return the mesh and the options of a schedule with what was set of them. Where a schedule splits heads and

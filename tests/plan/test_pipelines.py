@@ -198,13 +198,13 @@ def test_ranks_of_one_stage_say_what_those_of_several_are_not_below(layers: int)
 def test_a_pipeline_is_found_where_links_are_slow() -> None:
     """Over PCIe gathers of weights and hops take longer than bubbles; the best are those of trying everything."""
     setup = SMALL.replace(
-        schedule="ulysses", model="llama3-8b", cluster="l20-pcie", layers=8, seq="4K", global_batch=16,
+        schedule="ulysses", model="llama3-8b", cluster="l20-pcie", layers=8, seq="1K", global_batch=32,
         set={"schedule.pipeline_schedule": "1f1b"},
     )  # fmt: skip
     options = {"checkpoint": ["none"], "loss": ["chunked"]}
     found = longstep.plan(setup, options=options, most=2, jobs=1)
     assert "PP" in found.best[0]["schedule"]
-    assert [row["step_time_s"] / 16 for row in found.best] == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
+    assert [row["step_time_s"] / 32 for row in found.best] == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
 
 
 def test_bounds_of_stages_that_cannot_be_are_refused() -> None:
