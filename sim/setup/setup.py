@@ -276,9 +276,8 @@ class Setup:
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
         dp = int(self.dp_degree)
-        gpus, replicas = shared_gpus(
-            entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=int(self.pp_degree), tp=self.tp_degree
-        )
+        pp, tp = int(self.pp_degree), self.tp_degree
+        gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=pp, tp=tp)
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
         each = of_each(self.global_batch, sequences, mesh.dp, mesh.size // mesh.pp, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}

@@ -156,7 +156,7 @@ def test_no_bound_of_a_pipeline_is_above_a_simulation() -> None:
 
 def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     """And layers divide over them; of one sequence, or as many as each replica brings, there is one stage, as where it
-    is asked for and where embedding and head are one.
+    is asked for.
     """
     several = SMALL.replace(schedule="ulysses", layers=6, global_batch=4)
     found = families(several)
@@ -170,7 +170,7 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     chunks = [one for one in families(several.replace(layers=8)) if "pipeline_chunks 2" in one.named]
     assert {one.setup.pp_degree for one in chunks} == {2, 4}
     assert {one.setup.resolved().options.pipeline_schedule for one in chunks} == {"interleaved"}
-    ones = [{"global_batch": 1}, {"global_batch": "any"}, {"pp_degree": 1}, {"model": "gemma-2-2b"}, {"layers": 5}]
+    ones = [{"global_batch": 1}, {"global_batch": "any"}, {"pp_degree": 1}, {"layers": 5}]
     for changes in ones:
         assert {one.setup.pp_degree for one in families(several.replace(**changes))} == {1}, changes
     named = families(several, {"pipeline_schedule": ["gpipe"]})
@@ -198,13 +198,13 @@ def test_ranks_of_one_stage_say_what_those_of_several_are_not_below(layers: int)
 def test_a_pipeline_is_found_where_links_are_slow() -> None:
     """Over PCIe gathers of weights and hops take longer than bubbles; the best are those of trying everything."""
     setup = SMALL.replace(
-        schedule="ulysses", model="llama3-8b", cluster="l20-pcie", layers=8, seq="4K", global_batch=16,
+        schedule="ulysses", model="llama3-8b", cluster="l20-pcie", layers=8, seq="1K", global_batch=32,
         set={"schedule.pipeline_schedule": "1f1b"},
     )  # fmt: skip
     options = {"checkpoint": ["none"], "loss": ["chunked"]}
     found = longstep.plan(setup, options=options, most=2, jobs=1)
     assert "PP" in found.best[0]["schedule"]
-    assert [row["step_time_s"] / 16 for row in found.best] == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
+    assert [row["step_time_s"] / 32 for row in found.best] == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
 
 
 def test_bounds_of_stages_that_cannot_be_are_refused() -> None:

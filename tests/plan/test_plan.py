@@ -108,7 +108,7 @@ def test_a_plan_keeps_the_global_batch(global_batch: int | str) -> None:
 
 def test_a_global_batch_that_no_replicas_share_is_refused() -> None:
     """Where degrees leave no others; where all are refused since one sequence takes all GPUs it is said."""
-    setup = SMALL.replace(schedule="ulysses", ulysses_degree=2, global_batch=3)
+    setup = SMALL.replace(schedule="ulysses", ulysses_degree=2, pp_degree=1, global_batch=3)
     with pytest.raises(InputError, match=r"`global_batch` 3 is no multiple of 2 replicas: set it to 2 or 4"):
         longstep.plan(setup)
     whole = SMALL.replace(schedule="ulysses", model="smollm2-135m", global_batch=1)
