@@ -111,7 +111,7 @@ class StateRules(NamedTuple):
         """Return the tokens and sequences that a gradient is a sum over, of a weight of keys or values of each query
         head of a group the same.
         """
-        of_heads = content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS
+        of_heads = self.members > 1 and content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS
         return of_whole_group(content, self.attention.group) if of_heads else content.seen
 
     def _in_parts(self, flat: Piece, pieces: list[Piece]) -> list[Piece]:
