@@ -29,6 +29,7 @@ from sim.schedule.proof.contents import (
     common,
     differs,
     is_of_vocabulary,
+    last_seen,
     meet,
     replaced,
     seeing,
@@ -146,10 +147,11 @@ class AttentionRules(NamedTuple):
         """Return whether everything that the mask keeps has been summed into this content, of every member; or all of
         the vocabulary.
         """
-        if content.seen and content.seen[-1][0].start >= OF_VOCABULARY:
+        last = last_seen(content)
+        if last >= OF_VOCABULARY:
             terms = sum(rows.size for rows, _ in content.seen)
             return is_of_vocabulary(content) and terms == self.model.vocab_size
-        if content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS:
+        if last >= OF_GROUP_TOKENS:
             return self._of_whole_group(content)
         if self.kinds:
             return self.of(content.layer).complete(content)

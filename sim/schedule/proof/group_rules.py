@@ -10,7 +10,17 @@ from sim.schedule.ir.ops import Accumulate, Gemm, Rope, Scale, TokenKernel, Toke
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import is_sum, tensor_of
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import APART, OF_GROUP, OF_GROUP_TOKENS, Content, Piece, Seen, brief, differs
+from sim.schedule.proof.contents import (
+    APART,
+    OF_GROUP,
+    OF_GROUP_TOKENS,
+    Content,
+    Piece,
+    Seen,
+    brief,
+    differs,
+    last_seen,
+)
 
 LINEAR = (Gemm, Rope, Scale, TokenSum)
 """Kernels that are linear in each operand."""
@@ -74,7 +84,7 @@ def _query_heads(content: Content, rules: AttentionRules) -> Span | None:
     """Return of which query heads of its group a gradient of keys or values has all terms; None where it has none, or
     not all of the same heads.
     """
-    if content.seen and content.seen[0][0].start >= OF_GROUP:
+    if last_seen(content) >= OF_GROUP:
         return content.seen[0][0].moved(-OF_GROUP) if len(content.seen) == 1 else None
     heads = {heads for _, heads in content.seen}
     if content.tensor not in {"dk", "dv"} or len(heads) != 1 or differs(content):

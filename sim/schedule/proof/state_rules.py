@@ -14,7 +14,18 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import OF_GROUP_TOKENS, Box, Content, Piece, Seen, Unclassed, brief, differs, union
+from sim.schedule.proof.contents import (
+    OF_GROUP_TOKENS,
+    Box,
+    Content,
+    Piece,
+    Seen,
+    Unclassed,
+    brief,
+    differs,
+    last_seen,
+    union,
+)
 from sim.schedule.proof.group_rules import of_whole_group
 from sim.schedule.proof.token_rules import behind
 from sim.words.workload import ModelSpec, Workload
@@ -93,7 +104,7 @@ class StateRules(NamedTuple):
         """Return the tokens and sequences that a gradient is a sum over, those of a weight at both ends once; raises
         ScheduleError where one end has others than the other (``TokenRules``).
         """
-        if content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS:
+        if last_seen(content) >= OF_GROUP_TOKENS:
             return of_whole_group(content, self.attention.group)
         if not twice or content.tensor != d(w_embed).name:
             return content.seen

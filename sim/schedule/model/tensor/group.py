@@ -192,6 +192,8 @@ def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equatio
     """Return what all members of groups over the whole sequence send for equations, those that are written together in
     one list: (T-1) B S E elements for each collective (arXiv:2205.05198 §4.2.2).
     """
+    if size == 1:
+        return 0
     features = sum(moved_features(equations, workload.model) for equations in written)
     return (size - 1) * features * workload.batch * workload.seq * DTYPE_BYTES[workload.dtype]
 
