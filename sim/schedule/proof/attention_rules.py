@@ -36,6 +36,7 @@ from sim.schedule.proof.contents import (
     spell,
 )
 from sim.schedule.proof.members import content_of_member, span_of_member
+from sim.schedule.proof.part_rules import num_apart
 from sim.words.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]
@@ -176,7 +177,7 @@ class AttentionRules(NamedTuple):
     def _of_whole_group(self, content: Content) -> bool:
         """Return whether what has terms of some query heads of a group has those of all."""
         is_weight = content.seen[-1][0].start < OF_GROUP
-        wanted = self.group * (self.seq * self.batch if is_weight else 1)
+        wanted = num_apart(content.tensor, self.model) * (self.seq * self.batch if is_weight else 1)
         cells = sum(tokens.size * batch.size for tokens, batch in content.seen)
         return content.seen[0][0].start >= (OF_GROUP_TOKENS if is_weight else OF_GROUP) and cells == wanted
 

@@ -93,15 +93,15 @@ def _query_heads(content: Content, rules: AttentionRules) -> Span | None:
     return heads.pop() if rules.complete(content._replace(seen=of_all)) else None
 
 
-def of_whole_group(content: Content, group: int) -> Seen:
-    """Return the tokens and sequences that the gradient of a weight of keys or values is a sum over, of each query head
-    of a group the same; raises ScheduleError where they are not.
+def of_all_heads(content: Content, count: int) -> Seen:
+    """Return the tokens and sequences that the gradient of a weight is a sum over, of each of so many heads whose terms
+    are told apart the same; raises ScheduleError where they are not.
     """
     by_head: dict[int, list[tuple[Span, Span]]] = {}
     for tokens, batch in content.seen:
         head, _ = divmod(tokens.start - OF_GROUP_TOKENS, APART)
         by_head.setdefault(head, []).append((tokens.moved(-OF_GROUP_TOKENS - head * APART), batch))
     first = by_head.get(0)
-    if sorted(by_head) != list(range(group)) or any(boxes != first for boxes in by_head.values()):
-        raise ScheduleError(f"packs {brief(content)}, a sum over some of {group} query heads of a group")
+    if sorted(by_head) != list(range(count)) or any(boxes != first for boxes in by_head.values()):
+        raise ScheduleError(f"packs {brief(content)}, a sum over some of {count} heads")
     return tuple(first or ())

@@ -26,7 +26,8 @@ from sim.schedule.proof.contents import (
     last_seen,
     union,
 )
-from sim.schedule.proof.group_rules import of_whole_group
+from sim.schedule.proof.group_rules import of_all_heads
+from sim.schedule.proof.part_rules import num_apart
 from sim.schedule.proof.token_rules import behind
 from sim.words.workload import ModelSpec, Workload
 
@@ -105,7 +106,7 @@ class StateRules(NamedTuple):
         ScheduleError where one end has others than the other (``TokenRules``).
         """
         if last_seen(content) >= OF_GROUP_TOKENS:
-            return of_whole_group(content, self.attention.group)
+            return of_all_heads(content, num_apart(content.tensor, self._model))
         if not twice or content.tensor != d(w_embed).name:
             return content.seen
         if differs(content):
