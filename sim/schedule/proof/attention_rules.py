@@ -16,7 +16,6 @@ from sim.schedule.proof.contents import (
     BATCH,
     FAR,
     HEADS,
-    OF_GROUP,
     OF_GROUP_TOKENS,
     OF_VOCABULARY,
     TOKENS,
@@ -36,7 +35,7 @@ from sim.schedule.proof.contents import (
     spell,
 )
 from sim.schedule.proof.members import content_of_member, span_of_member
-from sim.schedule.proof.part_rules import num_apart
+from sim.schedule.proof.part_rules import has_all_heads
 from sim.words.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]
@@ -153,7 +152,7 @@ class AttentionRules(NamedTuple):
             terms = sum(rows.size for rows, _ in content.seen)
             return is_of_vocabulary(content) and terms == self.model.vocab_size
         if last >= OF_GROUP_TOKENS:
-            return self._of_whole_group(content)
+            return has_all_heads(content, self.model, self.seq * self.batch)
         if self.kinds:
             return self.of(content.layer).complete(content)
         if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
@@ -173,13 +172,6 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True
-
-    def _of_whole_group(self, content: Content) -> bool:
-        """Return whether what has terms of some query heads of a group has those of all."""
-        is_weight = content.seen[-1][0].start < OF_GROUP
-        wanted = num_apart(content.tensor, self.model) * (self.seq * self.batch if is_weight else 1)
-        cells = sum(tokens.size * batch.size for tokens, batch in content.seen)
-        return content.seen[0][0].start >= (OF_GROUP_TOKENS if is_weight else OF_GROUP) and cells == wanted
 
     def completed(self, content: Content) -> Content:
         """Return an input as it comes from outside: out and lse of every key, sums with all of their terms."""

@@ -20,9 +20,11 @@ from sim.schedule.proof.contents import (
     FAR,
     FEATURES,
     HEADS,
+    OF_GROUP,
     OF_GROUP_TOKENS,
     OF_VOCABULARY,
     TOKENS,
+    Content,
     Interval,
     Piece,
     Seen,
@@ -46,6 +48,16 @@ def num_apart(tensor: str, model: ModelSpec) -> int:
     if tensor in OF_EACH_HEAD:
         return int(getattr(model, OF_EACH_HEAD[tensor]))
     return model.num_heads // model.num_kv_heads
+
+
+def has_all_heads(content: Content, model: ModelSpec, cells: int) -> bool:
+    """Return whether what has terms of some heads, told apart, has those of all: of a weight of so many tokens of all
+    sequences each.
+    """
+    of_weight = content.seen[-1][0].start < OF_GROUP
+    wanted = num_apart(content.tensor, model) * (cells if of_weight else 1)
+    seen = sum(tokens.size * batch.size for tokens, batch in content.seen)
+    return content.seen[0][0].start >= (OF_GROUP_TOKENS if of_weight else OF_GROUP) and seen == wanted
 
 
 class _Axis(NamedTuple):
