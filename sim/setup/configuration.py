@@ -118,8 +118,7 @@ class Configuration:
         """The schedule with what was chosen of it: degrees where there are two, options that are not the default, and
         how often key/value heads are replicated.
         """
-        mesh = self.mesh
-        kv_heads = max(1, self.workload.model.num_kv_heads // mesh.tp)
+        mesh, kv_heads = self.mesh, self.workload.model.num_kv_heads
         said = [f"TP {mesh.tp}"] if mesh.tp > 1 else []
         if mesh.ulysses > 1 and mesh.ring > 1:
             said.append(f"U {mesh.ulysses} x R {mesh.ring}")
@@ -131,6 +130,6 @@ class Configuration:
         for name, value in msgspec.to_builtins(self.options or {}).items():
             if value != getattr(self.entry.declared, name):
                 said.append(f"{name} {str(value).lower() if isinstance(value, bool) else value}")
-        if mesh.ulysses > kv_heads:
-            said.append(f"each of {kv_heads} key/value heads on {mesh.ulysses // kv_heads} ranks")
+        if (shared := mesh.ulysses * mesh.tp) > kv_heads:
+            said.append(f"each of {kv_heads} key/value heads on {shared // kv_heads} ranks")
         return self.schedule + (f" ({', '.join(said)})" if said else "")

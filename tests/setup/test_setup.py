@@ -197,3 +197,29 @@ def test_a_prediction_of_replicas_says_what_was_played(tmp_path: Path) -> None:
     assert own.trace.num_ranks == 16
     two.save_trace(tmp_path / "trace.json")
     assert (tmp_path / "trace.json").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "degrees", "title"),
+    [
+        ({"schedule": "ring", "gpus": 8, "tp_degree": 4}, "TP 4 R 2", "ring (TP 4), step"),
+        ({"schedule": "ulysses", "nodes": 1, "tp_degree": 2}, "TP 2 U 4", "ulysses (TP 2), step"),
+        ({"schedule": "usp", "nodes": 2, "tp_degree": 4}, "TP 4 U 2 R 2", "usp (TP 4, U 2 x R 2), step"),
+        (
+            {"schedule": "single", "gpus": 8, "tp_degree": 4, "dp_degree": 2},
+            "TP 4 DP 2",
+            "single (TP 4, 2 replicas), step",
+        ),
+        (
+            {"schedule": "ulysses", "cp": 2, "tp_degree": 8},
+            "TP 8 U 2",
+            "ulysses (TP 8, each of 8 key/value heads on 2 ranks), step",
+        ),
+    ],
+)
+def test_gpus_are_shared_out_among_degrees(fields: dict[str, Any], degrees: str, title: str) -> None:
+    """Members of a tensor-parallel group are neighbours; heads that are traded are those of a share."""
+    found = longstep.Setup(model="llama3-8b", cluster="hgx-h100", **fields).resolved()
+    assert found.mesh.named() == degrees
+    assert found.title.startswith(title)
+    assert found.mesh.groups("tp")[0] == tuple(range(found.mesh.tp))

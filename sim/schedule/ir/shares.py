@@ -124,7 +124,7 @@ def model_of_share(model: ModelSpec, degree: int) -> ModelSpec:
                 f"`tp_degree` {degree} does not divide {name} {count} of {model.name}: allowed are "
                 f"{', '.join(map(str, allowed))}{padded}"
             )
-    if refused := _not_in_parts(model):
+    if refused := _not_in_parts(model, degree):
         raise InputError(f"`tp_degree` {degree}: {refused} of {model.name} are not computed in parts yet; set it to 1")
     return msgspec.structs.replace(model, **{name: max(1, count // degree) for name, count in counts.items()})
 
@@ -138,10 +138,12 @@ _SHARED_OUT = ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")
 """What of a model each member has a share of."""
 
 
-def _not_in_parts(model: ModelSpec) -> str:
+def _not_in_parts(model: ModelSpec, degree: int) -> str:
     """Return what of a model no tensor-parallel schedule computes; empty if there is nothing."""
-    if model.qk_norm:
-        return "norms of q and k"
+    if model.qk_norm == "all":
+        return "norms of all heads of q and k as one"
+    if model.qk_norm and model.num_kv_heads < degree:
+        return f"norms of {model.num_kv_heads} key/value heads that several ranks have"
     if {"out", "mlp"} & {*(model.biases or ())}:
         return "biases behind sums over ranks"
     return "adapters" if model.lora_rank else ""

@@ -107,7 +107,8 @@ def _shape(tensor: Tensor, model: ModelSpec) -> tuple[int, ...]:
 def _divided(tensor: Tensor, model: ModelSpec) -> Divided | None:
     if heads := tensor.heads(model):
         return Divided(0, heads, 1)
-    widths = {"heads": model.head_dim, "kv_heads": model.head_dim, "ffn": 1, "vocab": 1}
+    widths = {"heads": model.head_dim, "kv_heads": model.head_dim}
+    widths |= dict.fromkeys(("num_heads", "num_kv_heads", "ffn", "vocab"), 1)
     for number, axis in enumerate(tensor.axes):
         if axis in widths:
             return Divided(number, tensor.shape(model)[number] // widths[axis], widths[axis])

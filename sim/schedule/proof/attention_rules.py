@@ -16,7 +16,6 @@ from sim.schedule.proof.contents import (
     BATCH,
     FAR,
     HEADS,
-    OF_GROUP,
     OF_GROUP_TOKENS,
     OF_VOCABULARY,
     TOKENS,
@@ -29,12 +28,14 @@ from sim.schedule.proof.contents import (
     common,
     differs,
     is_of_vocabulary,
+    last_seen,
     meet,
     replaced,
     seeing,
     spell,
 )
 from sim.schedule.proof.members import content_of_member, position, span_of_member
+from sim.schedule.proof.part_rules import has_all_heads
 from sim.words.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]
@@ -146,11 +147,12 @@ class AttentionRules(NamedTuple):
         """Return whether everything that the mask keeps has been summed into this content, of every member; or all of
         the vocabulary.
         """
-        if content.seen and content.seen[-1][0].start >= OF_VOCABULARY:
+        last = last_seen(content)
+        if last >= OF_VOCABULARY:
             terms = sum(rows.size for rows, _ in content.seen)
             return is_of_vocabulary(content) and terms == self.model.vocab_size
-        if content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS:
-            return self._of_whole_group(content)
+        if last >= OF_GROUP_TOKENS:
+            return has_all_heads(content, self.model, self.seq * self.batch)
         if self.kinds:
             return self.of(content.layer).complete(content)
         if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
@@ -170,13 +172,6 @@ class AttentionRules(NamedTuple):
         if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True
-
-    def _of_whole_group(self, content: Content) -> bool:
-        """Return whether what has terms of some query heads of a group has those of all."""
-        is_weight = content.seen[-1][0].start < OF_GROUP
-        wanted = self.group * (self.seq * self.batch if is_weight else 1)
-        cells = sum(tokens.size * batch.size for tokens, batch in content.seen)
-        return content.seen[0][0].start >= (OF_GROUP_TOKENS if is_weight else OF_GROUP) and cells == wanted
 
     def completed(self, content: Content) -> Content:
         """Return an input as it comes from outside: out and lse of every key, sums with all of their terms."""

@@ -119,7 +119,15 @@ def differs(content: Content) -> bool:
 
 def is_of_vocabulary(content: Content) -> bool:
     """Return whether a content is a sum of terms of rows of an embedding, or of logits, alone."""
-    return bool(content.seen) and content.seen[0][0].start >= OF_VOCABULARY
+    return bool(content.seen) and OF_VOCABULARY <= content.seen[0][0].start < FAR // 2
+
+
+def last_seen(content: Content) -> int:
+    """Return where the last box begins that has been summed up; -1 where there is none, or that differs from member to
+    member of a class of ranks.
+    """
+    start = content.seen[-1][0].start if content.seen else -1
+    return start if start < FAR // 2 else -1
 
 
 def volume(box: Box) -> int:

@@ -10,7 +10,17 @@ from sim.schedule.ir.ops import Accumulate, Gemm, Rope, Scale, TokenKernel, Toke
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import is_sum, tensor_of
 from sim.schedule.proof.attention_rules import AttentionRules
-from sim.schedule.proof.contents import APART, OF_GROUP, OF_GROUP_TOKENS, Content, Piece, Seen, brief, differs
+from sim.schedule.proof.contents import (
+    APART,
+    OF_GROUP,
+    OF_GROUP_TOKENS,
+    Content,
+    Piece,
+    Seen,
+    brief,
+    differs,
+    last_seen,
+)
 
 LINEAR = (Gemm, Rope, Scale, TokenSum)
 """Kernels that are linear in each operand."""
@@ -74,7 +84,7 @@ def _query_heads(content: Content, rules: AttentionRules) -> Span | None:
     """Return of which query heads of its group a gradient of keys or values has all terms; None where it has none, or
     not all of the same heads.
     """
-    if content.seen and content.seen[0][0].start >= OF_GROUP:
+    if last_seen(content) >= OF_GROUP:
         return content.seen[0][0].moved(-OF_GROUP) if len(content.seen) == 1 else None
     heads = {heads for _, heads in content.seen}
     if content.tensor not in {"dk", "dv"} or len(heads) != 1 or differs(content):
@@ -83,15 +93,15 @@ def _query_heads(content: Content, rules: AttentionRules) -> Span | None:
     return heads.pop() if rules.complete(content._replace(seen=of_all)) else None
 
 
-def of_whole_group(content: Content, group: int) -> Seen:
-    """Return the tokens and sequences that the gradient of a weight of keys or values is a sum over, of each query head
-    of a group the same; raises ScheduleError where they are not.
+def of_all_heads(content: Content, count: int) -> Seen:
+    """Return the tokens and sequences that the gradient of a weight is a sum over, of each of so many heads whose terms
+    are told apart the same; raises ScheduleError where they are not.
     """
     by_head: dict[int, list[tuple[Span, Span]]] = {}
     for tokens, batch in content.seen:
         head, _ = divmod(tokens.start - OF_GROUP_TOKENS, APART)
         by_head.setdefault(head, []).append((tokens.moved(-OF_GROUP_TOKENS - head * APART), batch))
     first = by_head.get(0)
-    if sorted(by_head) != list(range(group)) or any(boxes != first for boxes in by_head.values()):
-        raise ScheduleError(f"packs {brief(content)}, a sum over some of {group} query heads of a group")
+    if sorted(by_head) != list(range(count)) or any(boxes != first for boxes in by_head.values()):
+        raise ScheduleError(f"packs {brief(content)}, a sum over some of {count} heads")
     return tuple(first or ())

@@ -12,16 +12,22 @@ from typing import NamedTuple
 
 from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
-from sim.schedule.ir.tensors import Tensor
+from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.model.block import norm_k, norm_q
 from sim.schedule.model.scope import tensor_of, terms_of_each
 from sim.schedule.proof.contents import (
+    APART,
     FAR,
     FEATURES,
     HEADS,
+    OF_GROUP,
+    OF_GROUP_TOKENS,
     OF_VOCABULARY,
     TOKENS,
+    Content,
     Interval,
     Piece,
+    Seen,
     Unclassed,
     brief,
     common,
@@ -30,6 +36,28 @@ from sim.schedule.proof.contents import (
     union,
 )
 from sim.words.workload import ModelSpec
+
+OF_EACH_HEAD = {d(norm_q).name: "num_heads", d(norm_k).name: "num_kv_heads"}
+"""Gradients of weights that are sums over heads, too: of how many, by name in the model."""
+
+
+def num_apart(tensor: str, model: ModelSpec) -> int:
+    """Return of how many heads the terms of a gradient are told apart: of a weight for all heads all of these, else the
+    query heads of one key/value head.
+    """
+    if tensor in OF_EACH_HEAD:
+        return int(getattr(model, OF_EACH_HEAD[tensor]))
+    return model.num_heads // model.num_kv_heads
+
+
+def has_all_heads(content: Content, model: ModelSpec, cells: int) -> bool:
+    """Return whether what has terms of some heads, told apart, has those of all: of a weight of so many tokens of all
+    sequences each.
+    """
+    of_weight = content.seen[-1][0].start < OF_GROUP
+    wanted = num_apart(content.tensor, model) * (cells if of_weight else 1)
+    seen = sum(tokens.size * batch.size for tokens, batch in content.seen)
+    return content.seen[0][0].start >= (OF_GROUP_TOKENS if of_weight else OF_GROUP) and seen == wanted
 
 
 class _Axis(NamedTuple):
@@ -67,9 +95,21 @@ class Part(NamedTuple):
             low, high = (place * width for place in self.place)
             span = Span(self.which.start * width, self.which.stop * width)
             return [_at(piece, axis, (low, high), span) for piece in pieces]
+        if tensor.name in OF_EACH_HEAD:
+            return [piece._replace(content=piece.content._replace(seen=self._of_each(piece))) for piece in pieces]
         if tensor.of_weight:
             raise ScheduleError(f"{tensor.name} of parts {spell(self.which)}, where all of them are needed")
         return [piece._replace(content=piece.content._replace(seen=self._terms(piece))) for piece in pieces]
+
+    def _of_each(self, piece: Piece) -> Seen:
+        """Return the tokens of each of these heads that the gradient of a weight for all heads is a sum over."""
+        return tuple(
+            [
+                (tokens.moved(OF_GROUP_TOKENS + head * APART), batch)
+                for head in range(*self.which)
+                for tokens, batch in piece.content.seen
+            ]
+        )
 
     def of_vocabulary(self, pieces: list[Piece]) -> list[Piece]:
         """Return a result of all of the vocabulary as a sum of a term for each of these rows or logits."""

@@ -26,11 +26,13 @@ from sim.schedule.proof.contents import (
     brief,
     coalesced,
     differs,
+    last_seen,
     replaced,
     union,
     volume,
 )
-from sim.schedule.proof.group_rules import of_whole_group
+from sim.schedule.proof.group_rules import of_all_heads
+from sim.schedule.proof.part_rules import num_apart
 from sim.schedule.proof.token_rules import behind
 from sim.words.workload import ModelSpec, Workload
 
@@ -111,8 +113,9 @@ class StateRules(NamedTuple):
         """Return the tokens and sequences that a gradient is a sum over, of a weight of keys or values of each query
         head of a group the same.
         """
-        of_heads = self.members > 1 and content.seen and content.seen[-1][0].start >= OF_GROUP_TOKENS
-        return of_whole_group(content, self.attention.group) if of_heads else content.seen
+        if last_seen(content) >= OF_GROUP_TOKENS:
+            return of_all_heads(content, num_apart(content.tensor, self._model))
+        return content.seen
 
     def _in_parts(self, flat: Piece, pieces: list[Piece]) -> list[Piece]:
         """Return the pieces of a flat gradient, each of which keeps what it is a sum over."""

@@ -15,6 +15,8 @@ from sim.schedule.ir.ops import (
     BiasedGemm,
     EagerGeGlu,
     EagerGeGluBackward,
+    EagerHeadNorm,
+    EagerHeadNormBackward,
     EagerSwiGlu,
     EagerSwiGluBackward,
     Embed,
@@ -25,6 +27,8 @@ from sim.schedule.ir.ops import (
     Gelu,
     GeluBackward,
     Gemm,
+    HeadNorm,
+    HeadNormBackward,
     LargestLogit,
     LogitLoss,
     Op,
@@ -64,6 +68,7 @@ _IN_PARTS = (
     *(Gemm, BiasedGemm, TokenSum, Rope, Scale, Accumulate),
     *(SwiGlu, SwiGluBackward, GeGlu, GeGluBackward, Gelu, GeluBackward),
     *(EagerSwiGlu, EagerSwiGluBackward, EagerGeGlu, EagerGeGluBackward),
+    *(HeadNorm, HeadNormBackward, EagerHeadNorm, EagerHeadNormBackward),
     *(Embed, LargestLogit, ExpSum, LogitLoss),
 )
 """Kernels that make of some heads, features of an MLP or the vocabulary what they make of these among all."""

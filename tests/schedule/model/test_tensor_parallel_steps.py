@@ -80,6 +80,8 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "one norm before both": (Mesh(tp=2), {"parallel_residual": True, "checkpoint": "x+out"}),
     "documents": (Mesh(tp=2, dp=2), {"documents": (30, 18)}),
     "two members a key/value head": (Mesh(tp=4), {"num_kv_heads": 2, "biases": ("qkv",)}),
+    "norms of q and k": (Mesh(tp=4, dp=2), {"qk_norm": "head"}),
+    "eager norms of q and k": (Mesh(tp=2), {"qk_norm": "head", "modules": "eager"}),
     "one key/value head": (Mesh(tp=4, dp=2), {"num_kv_heads": 1, "zero_stage": 1}),
 }  # fmt: skip
 
@@ -88,7 +90,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "case",
     by_tier(
         {"replicas", "chunks of the loss", "two members a key/value head"},
-        {"as nanotron", "one weight for both ends"},
+        {"as nanotron", "one weight for both ends", "norms of q and k"},
         CASES,
     ),
 )
@@ -110,7 +112,17 @@ def test_members_that_share_a_key_value_head_and_do_not_sum_its_gradients() -> N
         program = schedule.program(rank)
         return program.replace(ops=tuple([op for op in program.ops if op.label != "sum dwk"]))
 
-    refuses(Schedule(schedule.header, without), "packs dwk.* a sum over some of 4 query heads of a group")
+    refuses(Schedule(schedule.header, without), "packs dwk.* a sum over some of 4 heads")
+
+
+def test_norms_of_the_heads_of_one_share_alone() -> None:
+    schedule = step(qk_norm="head")
+
+    def without(rank: int) -> Program:
+        program = schedule.program(rank)
+        return program.replace(ops=tuple([op for op in program.ops if op.label != "sum dnorm_q"]))
+
+    refuses(Schedule(schedule.header, without), "packs dnorm_q.* a sum over some of 8 heads")
 
 
 @pytest.mark.sweep
@@ -261,7 +273,12 @@ def test_the_flat_share_of_another_member() -> None:
             {"vocab_size": 41},
             "does not divide vocab_size 41 .*: allowed are 1; or `set` model.vocab_size=42",
         ),
-        (Mesh(tp=2), {"qk_norm": "head"}, "norms of q and k of test8:4 are not computed in parts yet"),
+        (
+            Mesh(tp=2),
+            {"qk_norm": "all"},
+            "norms of all heads of q and k as one of test8:4 are not computed in parts yet",
+        ),
+        (Mesh(tp=8), {"qk_norm": "head"}, "norms of 4 key/value heads that several ranks have of test8:4 are not"),
         (Mesh(tp=2), {"biases": ("out",)}, "biases behind sums over ranks of test8:4 are not computed in parts yet"),
         (Mesh(tp=2), {"lora_rank": 2}, "adapters of test8:4 are not computed in parts yet"),
         (Mesh(tp=2), {"loss": "torch"}, "schedule.loss=torch is of logits of all of the vocabulary"),

@@ -58,7 +58,9 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
         [{}, {"mlp": "geglu"}, {"mlp": "gelu"}, {"norms": "around"}, {"biases": ("qkv",)}, {"tied_embeddings": True}]
     )
     name, mesh = draw.choice(TENSOR)
-    model = make_model(8, draw.choice((4, 4, 2, 1)), head_dim=4)
+    model = make_model(8, draw.choice((4, 4, 2)), head_dim=4)
+    if name != "upipe" and mesh.tp <= model.num_kv_heads and draw.random() < 0.2:
+        fields |= {"qk_norm": "head"}
     model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, **fields)
     micro = draw.choice((1, 1, 2))
     workload = Workload(model=model, seq=24, batch=micro, dtype="fp64", scope="layer", layers=2)
