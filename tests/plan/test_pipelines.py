@@ -211,3 +211,15 @@ def test_bounds_of_stages_that_cannot_be_are_refused() -> None:
     """As their builder does."""
     with pytest.raises(InputError, match="do not divide over 2 chunks"):
         least_steps(make_step(layers=3))
+
+
+@pytest.mark.sweep
+def test_savings_are_those_of_all_micro_batches() -> None:
+    """By those of few, in which bubbles are more of the step; what even stages would save is not told by few layers."""
+    setup = make_step(micro_batches=10)
+    found = played(Branch(Family(setup, "", {})), float("inf"))
+    assert isinstance(found, Played)
+    whole = setup.predicted().figures
+    assert found.bound_by == whole.bound_by
+    assert set(found.saves) == set(whole.saves) - {"imbalance"}
+    assert dict(found.saves) == pytest.approx({name: whole.saves[name] for name in found.saves}, abs=0.01)
