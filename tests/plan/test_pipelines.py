@@ -173,6 +173,8 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     ones = [{"global_batch": 1}, {"global_batch": "any"}, {"pp_degree": 1}, {"model": "gemma-2-2b"}, {"layers": 5}]
     for changes in ones:
         assert {one.setup.pp_degree for one in families(several.replace(**changes))} == {1}, changes
+    refused = families(several.replace(set={"model.num_heads": 9, "model.num_kv_heads": 3}))
+    assert "ulysses (U 2, PP 2, pipeline_schedule 1f1b)" in {one.named for one in refused}, "builders say it"
     named = families(several, {"pipeline_schedule": ["gpipe"]})
     assert {one.named for one in named if one.setup.pp_degree > 1} == {
         "ulysses (U 2, PP 2, pipeline_schedule gpipe)",
