@@ -97,6 +97,22 @@ def test_many_micro_batches_take_what_all_of_them_do(plain: Explanation) -> None
 
 
 @pytest.mark.sweep
+def test_a_pipeline_takes_what_all_of_its_micro_batches_do() -> None:
+    """By as many of them as fill its stages and one more; so does each change."""
+    stages = {**SMALL, "gpus": 4, "dp_degree": 1, "pp_degree": 2, "layers": 12}
+    found = longstep.explain(TORCHTITAN, **stages)
+    predicted = found.setup.replace(jitter=0.0).predicted()
+    assert found.setup.resolved().options.micro_batches == 8
+    assert found.step_time_s == pytest.approx(predicted.step_time_s, rel=1e-4)
+    assert sum(found.parts.values()) == pytest.approx(found.step_time_s, rel=1e-3)
+    assert sum(found.memory.terms.values()) == pytest.approx(predicted.peak_hbm_bytes, rel=1e-3)
+    for one in found.helps[:2]:
+        changed = one.change.setup.replace(jitter=0.0).predicted()
+        assert one.step_time_s == pytest.approx(changed.step_time_s / one.tokens, rel=1e-4), one.change.text
+    assert any("in 2 stages" in line for line in found.understood)
+
+
+@pytest.mark.sweep
 def test_changes_take_what_predictions_of_them_do(plain: Explanation) -> None:
     shown = plain.helps
     assert 0 < len(shown) <= 4

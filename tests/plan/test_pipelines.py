@@ -173,6 +173,8 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     ones = [{"global_batch": 1}, {"global_batch": "any"}, {"pp_degree": 1}, {"layers": 5}]
     for changes in ones:
         assert {one.setup.pp_degree for one in families(several.replace(**changes))} == {1}, changes
+    refused = families(several.replace(set={"model.num_heads": 9, "model.num_kv_heads": 3}))
+    assert "ulysses (U 2, PP 2, pipeline_schedule 1f1b)" in {one.named for one in refused}, "builders say it"
     named = families(several, {"pipeline_schedule": ["gpipe"]})
     assert {one.named for one in named if one.setup.pp_degree > 1} == {
         "ulysses (U 2, PP 2, pipeline_schedule gpipe)",
@@ -211,3 +213,15 @@ def test_bounds_of_stages_that_cannot_be_are_refused() -> None:
     """As their builder does."""
     with pytest.raises(InputError, match="do not divide over 2 chunks"):
         least_steps(make_step(layers=3))
+
+
+@pytest.mark.sweep
+def test_savings_are_those_of_all_micro_batches() -> None:
+    """By those of few, in which bubbles are more of the step; what even stages would save is not told by few layers."""
+    setup = make_step(micro_batches=10)
+    found = played(Branch(Family(setup, "", {})), float("inf"))
+    assert isinstance(found, Played)
+    whole = setup.predicted().figures
+    assert found.bound_by == whole.bound_by
+    assert set(found.saves) == set(whole.saves) - {"imbalance"}
+    assert dict(found.saves) == pytest.approx({name: whole.saves[name] for name in found.saves}, abs=0.01)

@@ -115,10 +115,11 @@ class _Steps(NamedTuple):
         bubbles are less of a step the more there are; what even stages would save is not, since the head is less the
         more layers there are.
         """
-        if len(self.of_turns) == 1 or self.last.checked.schedule.header.mesh.pp == 1:
+        whole = len(self.of_turns) == 1 and self.before is None
+        if whole or self.last.checked.schedule.header.mesh.pp == 1:
             return bound(self.last)
-        first, last = (bound(one, told=0.0).saves for one in self.of_turns)
-        steps_s = [one.trace.step_time_s for one in self.of_turns]
+        first, last = (bound(one, told=0.0).saves for one in (self.of_turns[0], self.of_turns[-1]))
+        steps_s = [self.of_turns[0].trace.step_time_s, self.last.trace.step_time_s]
         saved = {
             name: self.turns.told(first[name] * steps_s[0], last[name] * steps_s[1]) / self.turns.told(*steps_s)
             for name in last

@@ -57,7 +57,7 @@ def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]
     if pp == 1:
         yield Pipeline({})
         return
-    spelled = base.spelled_out().resolved()
+    spelled = base.replace(pad=False).spelled_out().resolved()  # padding asks a builder, which may refuse it
     turns, layers = getattr(spelled.options, "micro_batches", 1), spelled.workload.layers
     if turns < pp and not asked:
         return
