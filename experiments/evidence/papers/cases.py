@@ -231,7 +231,7 @@ def case_fields(setup: Setup) -> dict[str, Any]:
     default, found = Setup(scope="attention"), {}
     for key, name in _KEYS.items():
         value = getattr(setup, name)
-        if name in _ALWAYS or value != getattr(default, name):
+        if name in _ALWAYS or (value is not None and value != getattr(default, name)):
             found[key] = list(names.texts(value)) if name == "set" else value
     return found
 

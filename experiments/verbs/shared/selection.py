@@ -186,8 +186,6 @@ class Selection:
         fields: dict[str, Any] = {
             name: value.plain() if isinstance(value, Untyped | UntypedInt) else value for name, value in given.items()
         }
-        if fields["pp_degree"] is None:
-            del fields["pp_degree"]
         found = Setup(**_accumulated(fields, batch=not isinstance(self.batch, UntypedInt)))
         return planned_by(found) if self.schedule in BY_BLOCKS else found
 
@@ -197,7 +195,9 @@ class Selection:
         for option, key in _PIPELINES.items():
             if (value := given.pop(option)) is not None:
                 given["set"] = _with(given["set"], option, key, value)
-        counts = {name: _count(name, given[name]) for name in COUNTS}
+        if given["pp_degree"] is None:  # the library's default says that nobody has said it
+            del given["pp_degree"]
+        counts = {name: _count(name, given[name]) for name in COUNTS if name in given}
         return given | counts | {"schedule": self.schedule and typed_schedule(self.schedule)}
 
     def lists(self) -> dict[str, list[str]]:
