@@ -66,15 +66,10 @@ def explain(
 
 @garbage_collection_off()
 def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> Explanation:
-    """Return the same of files that were read, and of what a log says; raises InputError for a pipeline, too."""
+    """Return the same of files that were read, and of what a log says."""
     if given.get("scope", "step") != "step":
         raise InputError(f"`scope` {given['scope']}: explained are training steps; set `scope` step, or leave it out")
     setup, assumptions = found.answer(**given)
-    if setup.pp_degree > 1:
-        raise InputError(
-            f"`pp_degree` {setup.pp_degree}: changes are weighed by a few layers and micro-batches, which say nothing "
-            f"of a pipeline yet: longstep simulate predicts it; or set `pp_degree` 1"
-        )
     rows = found.rows(**given)
     predicted = _without_noise(shortened(setup).setups[-1]).predicted()
     step = _Step(setup, predicted)

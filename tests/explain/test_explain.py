@@ -99,7 +99,7 @@ def test_many_micro_batches_take_what_all_of_them_do(plain: Explanation) -> None
 @pytest.mark.sweep
 def test_a_pipeline_takes_what_all_of_its_micro_batches_do() -> None:
     """By as many of them as fill its stages and one more; so does each change."""
-    stages = {**SMALL, "gpus": 4, "dp_degree": 1, "pp_degree": 2, "layers": 12}
+    stages = {**SMALL, "gpus": 4, "dp_degree": 1, "pp_degree": 2, "layers": 12, "accumulate": 8}
     found = longstep.explain(TORCHTITAN, **stages)
     predicted = found.setup.replace(jitter=0.0).predicted()
     assert found.setup.resolved().options.micro_batches == 8

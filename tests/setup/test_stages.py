@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import longstep
 from experiments.verbs.cli import parse
 from sim.base.errors import InputError
 from sim.setup import names
@@ -287,8 +286,3 @@ def test_a_layout_says_the_layers_of_chunks(text: str, expected: tuple[int, ...]
         return
     with pytest.raises(InputError, match=re.escape(expected)):
         layers_of_layout(text)
-
-
-def test_a_step_of_a_pipeline_is_not_explained(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="`pp_degree` 2: changes are weighed by a few layers"):
-        longstep.explain(of(titan(2), tmp_path))

@@ -96,7 +96,7 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
         "micro_batches": 4 if len(split) > stages else 3,
     }
     mesh = Mesh(pp=stages, ring=draw.choice((1, 1, 2)))
-    tied = draw.random() < 0.3
+    tied = draw.random() < 0.3 and PIPELINES[pipeline].last_stage(stages) > 0
     model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40, tied_embeddings=tied)
     workload = Workload(
         model=model, seq=16, batch=chosen["micro_batches"], dtype="fp64", scope="step", layers=sum(map(int, split))
