@@ -26,6 +26,11 @@ class Item(NamedTuple):
     chunk: int
     """Its number in the model."""
 
+    @property
+    def onward(self) -> int:
+        """How many chunks later the one is that it hands its result to: 0 where it hands on none."""
+        return {"F": 1, "BW": -1, "B": -1, "W": 0}[self.kind]
+
 
 Timetable = Callable[[int, int, int, int], list[Item]]
 """Returns what a stage does, in order: of its number, and how many stages, micro-batches and chunks a stage there

@@ -70,7 +70,6 @@ CASES = {
     "zero bubble of rings, gradients sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 2}),
     "zero bubble of rings, weights sharded": Case("zb-h1", "2,1", RINGS, {"zero_stage": 3}),
     "zero bubble, more ahead": Case("zb-h2", "1,1,1", THREE),
-    "zero bubble for short gradients of weights": Case("zb-2p", "1,1", TWO, {"sync": "last"}),
     "zero bubble, interleaved": Case("interleaved-zb", "1,1,1,1", TWO),
     "zero bubble as a V": Case("zb-v", "2,1,1,1", TWO),
     "zero bubble as a V of three stages": Case("zb-v", "1,1,1,1,1,1", THREE),
@@ -209,7 +208,7 @@ def test_a_norm_of_one_stage() -> None:
 @pytest.mark.parametrize(
     ("label", "said"),
     [("reduce root of both ends", "squares droot .*, which is no flat gradient or not complete yet"),
-     ("no dnorm", "norm")],
+     ("no dnorm", "pack gradients of root.* of buffer 'dnorm 0' before all of it is written")],
 )  # fmt: skip
 def test_gradients_of_one_end_alone(label: str, said: str) -> None:
     """Each stage would update by what it has of the weight that is at both ends."""
@@ -257,7 +256,7 @@ def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         (
             THREE,
             {"pipeline_schedule": "dualpipe-v", "pipeline_layers": "1,1,1,0,0,0"},
-            "dualpipe-v over 3 stages takes 6 micro-batches or more, not 4; set .*micro_batches=6",
+            "dualpipe-v over 3 stages takes 6 micro-batches or more, not 4: .*micro_batches=6",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the timetable of a pipeline comes to before any model is known: how long stages wait, and what they hold."""
+"""What the timetable of a pipeline comes to before any model is known: when stages do what, and what they hold."""
 
 from __future__ import annotations
 
@@ -16,33 +16,10 @@ _Pass = tuple[bool, int, int]
 
 
 class Spent(NamedTuple):
-    """When a stage begins each of its passes and ends the last one, and how long it works, in the unit of the costs."""
+    """When a stage begins each of its passes, and ends the last one, in the unit of the costs."""
 
     begins: tuple[float, ...]
     end: float
-    busy: float
-
-
-class Played(NamedTuple):
-    """A timetable in time."""
-
-    stages: tuple[Spent, ...]
-
-    @property
-    def whole(self) -> float:
-        """Until the last stage ends: a step in which all stages wait for that, as for the norm of gradients."""
-        return max(stage.end for stage in self.stages)
-
-    @property
-    def longest(self) -> float:
-        """Of the stage that takes longest from its first pass to its last: a step in which none waits for others before
-        its update, so that stages begin the next one as they end (arXiv:2401.10241 §4, whose bubbles are of this).
-        """
-        return max(stage.end - stage.begins[0] for stage in self.stages)
-
-    def idle_share(self, step: float) -> float:
-        """Return the share of a step so long in which a stage does not work, in the mean of stages."""
-        return 1 - sum(stage.busy for stage in self.stages) / (len(self.stages) * step)
 
 
 class Held(NamedTuple):
@@ -56,8 +33,8 @@ class Held(NamedTuple):
     """Of both together."""
 
 
-def played(tables: Sequence[Sequence[Item]], cost: Callable[[Item], float], hand_over: float = 0) -> Played:
-    """Return when stages do what their timetables say, each pass as soon as it can.
+def played(tables: Sequence[Sequence[Item]], cost: Callable[[Item], float], hand_over: float = 0) -> list[Spent]:
+    """Return by stage when it does what its timetable says, each pass as soon as it can.
 
     A pass takes ``cost``. What it hands on to another stage arrives ``hand_over`` later, and keeps none busy
     (arXiv:2401.10241 app. G). Whole numbers stay whole. Raises ScheduleError where stages wait for each other, or for
@@ -89,8 +66,7 @@ def played(tables: Sequence[Sequence[Item]], cost: Callable[[Item], float], hand
         clock[stage] = now
     if awaited:
         raise ScheduleError(f"stages wait for each other: {'; '.join(_stuck(tables, [len(each) for each in begins]))}")
-    busy = (sum(map(cost, items)) for items in tables)
-    return Played(tuple(Spent(tuple(own), *rest) for own, *rest in zip(begins, clock, busy, strict=True)))
+    return [Spent(tuple(own), end) for own, end in zip(begins, clock, strict=True)]
 
 
 def held(items: Iterable[Item], size: Callable[[int], int] = lambda _: 1) -> Held:

@@ -193,8 +193,7 @@ def _require_order(cells: list[list[_Cell]], stages: dict[int, int]) -> None:
     handed: dict[tuple[int, int, int], list[Item]] = defaultdict(list)
     taken: dict[tuple[int, int, int], list[_Cell]] = defaultdict(list)
     for cell in itertools.chain(*cells):
-        kind, _, chunk = cell.item
-        step = {"F": 1, "BW": -1, "B": -1, "W": 0}[kind]
+        chunk, step = cell.item.chunk, cell.item.onward
         if step and chunk + step in stages:
             handed[stages[chunk], stages[chunk + step], step].append(cell.item._replace(chunk=chunk + step))
         if step and chunk - step in stages:

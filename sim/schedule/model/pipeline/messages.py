@@ -12,8 +12,6 @@ from sim.schedule.model.pipeline.account import played
 from sim.schedule.model.step import Item
 
 _UNITS = {"F": 1, "BW": 2, "B": 1, "W": 1}
-_STEPS = {"F": 1, "BW": -1, "B": -1, "W": 0}
-"""From a chunk to the one that a pass hands its result to."""
 
 
 class _Link(NamedTuple):
@@ -36,7 +34,7 @@ def received_before(tables: Sequence[Sequence[Item]]) -> list[dict[int, list[Ite
     if _meet(tables, stages):
         return found
     try:
-        begins = [stage.begins for stage in played(tables, lambda item: _UNITS[item.kind]).stages]
+        begins = [stage.begins for stage in played(tables, lambda item: _UNITS[item.kind])]
     except ScheduleError:
         return found  # the proof says who waits for whom
     comes: list[tuple[float, int, Item]] = []
@@ -74,13 +72,13 @@ def _meet(tables: Sequence[Sequence[Item]], stages: dict[int, int]) -> bool:
 
 def _sent(item: Item, stages: dict[int, int]) -> _Link | None:
     """Return where the result of a pass goes, if it is to another stage."""
-    step = _STEPS[item.kind]
+    step = item.onward
     own, other = stages[item.chunk], stages.get(item.chunk + step)
     return _Link(own, other, step) if other not in {None, own} else None
 
 
 def _received(item: Item, stages: dict[int, int]) -> _Link | None:
     """Return where the input of a pass comes from, if it is from another stage."""
-    step = _STEPS[item.kind]
+    step = item.onward
     own, other = stages[item.chunk], stages.get(item.chunk - step)
     return _Link(other, own, step) if other not in {None, own} else None

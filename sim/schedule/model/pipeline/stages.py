@@ -28,6 +28,8 @@ from sim.words.workload import DTYPE_BYTES, Workload
 FORWARD, BACK = (tuple([f"{way} {number}" for number in range(64)]) for way in ("forward", "back"))
 """The communicators between chunks: see ``Stages.links``."""
 LINKS = frozenset((*FORWARD, *BACK))
+_SHOWN = 16
+"""Chunks that an example in a message has at most."""
 
 
 class Stages:
@@ -182,9 +184,10 @@ def _split(given: str, layers: int, pp: int, per_stage: int) -> tuple[int, ...]:
         if layers % chunks:
             few, more = divmod(layers, chunks)
             near = ",".join(str(few + (number < more)) for number in range(chunks))
+            example = f", such as {near}" if chunks <= _SHOWN else ""
             raise InputError(
                 f"`layers` {layers} do not divide over {chunks} chunks ({pp} stages with {per_stage} each): `set` "
-                f"schedule.pipeline_layers to how many each has, such as {near}, or set another `pp_degree`"
+                f"schedule.pipeline_layers to how many each has{example}, or set another `pp_degree`"
             )
         return (layers // chunks,) * chunks
     try:

@@ -48,25 +48,12 @@ def zero_bubble(stage: int, stages: int, micros: int, _chunks: int) -> list[Item
 
 
 def zero_bubble_h2(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
-    """As ZB-H1, without waits at all where forward passes, gradients of inputs and those of weights take equally long
-    (arXiv:2401.10241 §2.2, ZB-H2).
-    """
-    return zero_bubble_ahead(stage, stages, micros, 2)
-
-
-def zero_bubble_2p(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
-    """As ZB-H2, where gradients of weights take two thirds of that, as in layers with attention (the shares that
-    arXiv:2401.10241 Table 5 prints of ZB-2p, whose order is searched for measured times).
-    """
-    return zero_bubble_ahead(stage, stages, micros, 3)
-
-
-def zero_bubble_ahead(stage: int, stages: int, micros: int, late: int) -> list[Item]:
     """As ZB-H1, with another forward pass ahead for each later stage, which fill the wait for the first gradient, and
-    gradients of weights by ``late`` micro-batches later for each stage before this one, which fill the wait for the
-    last gradients. So stages end one after the other, as they begin.
+    gradients of weights by two micro-batches later for each stage before this one, which fill the wait for the last
+    gradients. So stages end one after the other, as they begin, and none waits where forward passes, gradients of
+    inputs and those of weights take equally long (arXiv:2401.10241 §2.2, ZB-H2).
     """
-    return _weights_later(_in_turn(stage, stages, micros, 1, 2 * (stages - stage - 1)), late * stage)
+    return _weights_later(_in_turn(stage, stages, micros, 1, 2 * (stages - stage - 1)), 2 * stage)
 
 
 def interleaved_zero_bubble(stage: int, stages: int, micros: int, chunks: int) -> list[Item]:
@@ -105,8 +92,8 @@ def dual_pipe_v(stage: int, stages: int, micros: int, _chunks: int) -> list[Item
     """
     if micros < 2 * stages:
         raise InputError(
-            f"dualpipe-v over {stages} stages takes {2 * stages} micro-batches or more, not {micros}; set "
-            f"`set` schedule.micro_batches={2 * stages}, or fewer stages"
+            f"dualpipe-v over {stages} stages takes {2 * stages} micro-batches or more, not {micros}: `set` "
+            f"schedule.micro_batches={2 * stages}, or fewer stages"
         )
     before, behind = stage + 1, stages - stage - 1
     order = (
@@ -153,7 +140,7 @@ def _round(stages: int, micros: int) -> int:
         above = next(many for many in itertools.count(micros) if whole(many))
         raise InputError(
             f"{micros} micro-batches over {stages} stages: expected equal rounds of {stages} or more where a stage has "
-            f"several chunks: the nearest are {below} or {above}; set `set` schedule.micro_batches={above}"
+            f"several chunks: the nearest are {below} or {above}; `set` schedule.micro_batches={above}"
         )
     return micros // max(micros // stages, 1)
 
@@ -230,7 +217,6 @@ PIPELINES: dict[str, Pipeline] = {
     "interleaved": Pipeline(interleaved, "arXiv:2104.04473 §2.2.2", None),
     "zb-h1": Pipeline(zero_bubble, "arXiv:2401.10241 §2.1"),
     "zb-h2": Pipeline(zero_bubble_h2, "arXiv:2401.10241 §2.2"),
-    "zb-2p": Pipeline(zero_bubble_2p, "arXiv:2401.10241 §3"),
     "interleaved-zb": Pipeline(interleaved_zero_bubble, "arXiv:2401.10241 §2.1", None),
     "zb-v": Pipeline(zero_bubble_v, "arXiv:2401.10241 §6", 2, as_v),
     "dualpipe-v": Pipeline(dual_pipe_v, "arXiv:2412.19437 §3.2.1", 2, as_v),

@@ -123,7 +123,7 @@ class Group(NamedTuple):
     def gathered(self, b: ProgramBuilder, tensor: Tensor, own: View) -> View:
         """Append what brings all tokens of a tensor here; return them. Where there are several sequences they arrive
         by members, and are copied, as torch's all-gather along another dimension than the first does it
-        (torch/distributed/_functional_collectives.py, all_gather_tensor).
+        (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
         """
         whole, arrived = self._whole(b, tensor, own)
         b.add(AllGather(label=f"gather {tensor.name}", communicator=self.over.name, send=own, recvs=arrived))
