@@ -1,4 +1,4 @@
-"""The bubbles of a pipeline: when a stage has nothing to do until another one hands something on."""
+"""The bubbles of a pipeline: when a stage has nothing to do until another one hands something on, or ends its step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from sim.accounts.memory import MemoryWalk
 from sim.accounts.trace import Times, Trace
 from sim.schedule.ir.ops import KINDS
-from sim.schedule.model.pipeline.stages import LINKS
+from sim.schedule.ir.program import Communicator, Header
 from sim.words.mesh import Mesh
 
 
@@ -23,11 +23,12 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """Of its rank that needs most."""
 
 
-def stages_of(trace: Trace, walked: list[MemoryWalk], mesh: Mesh) -> tuple[Stage, ...]:
+def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header) -> tuple[Stage, ...]:
     """Return the stages of a pipeline, by the walks of the ranks of a trace; none where there is one."""
+    mesh = header.mesh
     if mesh.pp == 1:
         return ()
-    waits, ranks = bubbles_s(trace), list[list[int]]([] for _ in range(mesh.pp))
+    waits, ranks = bubbles_s(trace, header), list[list[int]]([] for _ in range(mesh.pp))
     for at, number in enumerate(trace.numbers):
         ranks[mesh.place(number)["pp"]].append(at)
     return tuple(
@@ -39,12 +40,13 @@ def stages_of(trace: Trace, walked: list[MemoryWalk], mesh: Mesh) -> tuple[Stage
     )
 
 
-def bubbles_s(trace: Trace) -> Times:
+def bubbles_s(trace: Trace, header: Header) -> Times:
     """Return the seconds in which each rank waits for other stages, without a kernel, copy or transfer of its own:
-    (ranks,).
+    (ranks,). It waits for what they hand on, and at the end for their part of sums over all stages, as the norm of
+    gradients.
     """
-    ops = trace.ops
-    is_link = np.array([stream in LINKS for stream in ops.streams], bool)
+    ops, over_stages = trace.ops, {one.name for one in header.communicators if _spans_stages(one, header.mesh)}
+    is_link = np.array([stream in over_stages for stream in ops.streams], bool)
     works = np.array([KINDS[kind].meta.activity != "synchronisation" for kind in ops.kinds], bool)
     found = []
     for first, last in pairwise(ops.starts):
@@ -52,10 +54,12 @@ def bubbles_s(trace: Trace) -> Times:
         posted_s, begun_s, ended_s = trace.posted_s[own], trace.begun_s[own], trace.ended_s[own]
         waits, busy = is_link[own], works[own]
         at = np.concatenate([posted_s[waits], begun_s[waits], begun_s[busy], ended_s[busy]])
-        ones, twos = np.ones(waits.sum(), int), np.ones(busy.sum(), int)
-        waiting = np.concatenate([ones, -ones, 0 * twos, 0 * twos])
-        working = np.concatenate([0 * ones, 0 * ones, twos, -twos])
+        changes = np.repeat([[1, 0], [-1, 0], [0, 1], [0, -1]], [waits.sum()] * 2 + [busy.sum()] * 2, axis=0)
         order = at.argsort(kind="stable")
-        alone = (np.cumsum(waiting[order]) > 0) & (np.cumsum(working[order]) == 0)
-        found.append(np.sum(np.diff(at[order])[alone[:-1]]))
+        waiting, working = np.cumsum(changes[order], axis=0).T
+        found.append(np.sum(np.diff(at[order])[((waiting > 0) & (working == 0))[:-1]]))
     return np.array(found)
+
+
+def _spans_stages(communicator: Communicator, mesh: Mesh) -> bool:
+    return any(len({mesh.place(rank)["pp"] for rank in group}) > 1 for group in communicator.groups)
