@@ -10,7 +10,7 @@ from rich.table import Table
 import longstep
 from experiments.evidence.peaks import BESIDE, PEAK, beside
 from experiments.verbs.cli import with_flags
-from experiments.verbs.shared.selection import Selection
+from experiments.verbs.shared.selection import COUNTS, Selection
 from experiments.verbs.shared.terminal import fits
 from sim.base.errors import InputError
 from sim.base.units import FEW, length, number, size
@@ -146,4 +146,4 @@ def _typed(key: str, value: str) -> Any:
     """Return what is varied as the library takes it."""
     if key == "seq":
         return tokens(key, value)
-    return int(value) if key in {"gpus", "nodes", "cp"} else value
+    return int(value) if key in COUNTS else value

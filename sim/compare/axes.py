@@ -26,10 +26,11 @@ MOST_TYPED, MOST_ROWS = 1000, 100
 LISTS = {
     "model": "llama3-8b,llama3-70b", "cluster": "hgx-h100,dgx-a100", "nodes": "1,2,4", "gpus": "8,16,64", "cp": "2,4,8",
     "seq": "64K,128K", "schedule": "ring,ulysses", "software": "torchtitan,huggingface",
-    "stack": "fsdp,alst", "global_batch": "16,32", "pp_degree": "1,2,4",
+    "stack": "fsdp,alst", "global_batch": "16,32", "tp_degree": "1,2,4",
+    "pp_degree": "1,2,4",
 }  # fmt: skip
 """Fields of which an option of the command line may list several, with an example."""
-_COUNTS = ("nodes", "gpus", "cp", "seq", "pp_degree")
+_COUNTS = ("nodes", "gpus", "cp", "seq", "tp_degree", "pp_degree")
 """Of these, those that are numbers, so that a range is a list, too."""
 
 

@@ -154,19 +154,17 @@ class Likeness(NamedTuple):
     """Which ranks stand for others."""
 
     replicated: bool
-    """Whether one data-parallel replica is built, proved and played for all."""
+    """Whether one data-parallel replica is built for all, and where no axis is outside proved and played for all."""
     shards_alike: bool
-    """Whether one is played for all."""
+    """Whether one is built, and there played, for all."""
     trading: bool
     """Whether one of the ranks that trade heads is written for all, and all are proved as one."""
 
     def ranks(self, mesh: Mesh) -> tuple[int, int, int]:
         """Return how many programs differ in more than places, how many are proved, and how many are played."""
-        one = mesh.size // mesh.dp
-        proved, played = (
-            one if self.replicated else mesh.size,
-            one if self.replicated or self.shards_alike else mesh.size,
-        )
+        one, outermost = mesh.size // mesh.dp, mesh.replica_stride * mesh.dp == mesh.size
+        proved = one if self.replicated and outermost else mesh.size
+        played = one if (self.replicated or self.shards_alike) and outermost else mesh.size
         roles = one if self.replicated or self.shards_alike else mesh.size
         return roles // (mesh.ulysses if self.trading else 1), proved, played
 

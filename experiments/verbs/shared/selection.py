@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sim.setup.imports.imported import Imported
 
 
-COUNTS = ("nodes", "gpus", "cp", "pp_degree")
+COUNTS = ("nodes", "gpus", "cp", "tp_degree", "pp_degree")
 """Options that are numbers, or lists of them."""
 _MICRO_BATCHES = "schedule.micro_batches"
 _PIPELINES = {"pipeline": "schedule.pipeline_schedule", "stages": "schedule.pipeline_layers"}
@@ -103,7 +103,7 @@ class Selection:
     cp: OptionalCounts = None
     """Ranks that share a sequence, however the schedule splits it among them: --gpus are so many times the replicas,
     times --tp-degree and --pp-degree."""
-    tp_degree: Annotated[int, tyro.conf.arg(aliases=("--tp",))] = 1
+    tp_degree: Annotated[OptionalCounts, tyro.conf.arg(aliases=("--tp",))] = None
     """Ranks that share out the weights of layers (tensor parallelism), innermost: of scopes layer and step."""
     pp_degree: OptionalCounts = None
     """Stages of a pipeline, each with some of the layers: --accumulate says how many micro-batches follow each other in
@@ -195,8 +195,9 @@ class Selection:
         for option, key in _PIPELINES.items():
             if (value := given.pop(option)) is not None:
                 given["set"] = _with(given["set"], option, key, value)
-        if given["pp_degree"] is None:  # the library's default says that nobody has said it
-            del given["pp_degree"]
+        for degree in ("tp_degree", "pp_degree"):
+            if given[degree] is None:  # the library's default says that nobody has said it
+                del given[degree]
         counts = {name: _count(name, given[name]) for name in COUNTS if name in given}
         return given | counts | {"schedule": self.schedule and typed_schedule(self.schedule)}
 
