@@ -39,7 +39,7 @@ def plan(
 
     ``options`` are varied, each over its values; so are all schedules, degrees and placements that the setup leaves
     open, and stages of a pipeline, where nobody says how many (``pp_degree``) and micro-batches fill them. Steps of
-    pipelines are told by few layers of each stage: within 1e-4, and 0.5 % where chunks of layers are unlike.
+    pipelines are told by few layers of each stage: within 1e-4, and 0.6 % where chunks of layers are unlike.
 
     The ``global_batch`` stays what it is: with fewer replicas each trains more of its sequences, one after the other.
     It is about 512K tokens where nobody says it (``sim.plan.planned_batch``); with ``any`` it is chosen: each replica

@@ -170,6 +170,7 @@ class _Ranks:
 
     plan: AttentionPlan
     whole: Workload
+    """Of all of the model's weights."""
     workload: Workload
     """Of what a rank has of the model's weights."""
     mesh: Mesh

@@ -121,10 +121,11 @@ class Summing:
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
-        for weight in unit.weights:
-            if d(weight) in made:
-                sum_over_group(b, self._owned.shards.alike, d(weight), made[d(weight)])
-        gradients = tuple([made.get(d(weight)) or self._none_of(weight) for weight in unit.weights])
+        for gradient in (d(weight) for weight in unit.weights if d(weight) in made):
+            sum_over_group(b, self._owned.shards.alike, gradient, made[gradient])
+        if self._owned.shards.has_both_ends(unit):
+            made |= {d(weight): self._none_of(weight) for weight in unit.weights if d(weight) not in made}
+        gradients = tuple([made[d(weight)] for weight in unit.weights])
         if self._in_place:
             flat, *buckets = room
             label, into = f"add gradients of {unit.name}", flat[:size]
