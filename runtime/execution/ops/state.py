@@ -36,8 +36,7 @@ def run_state_kernel(op: StateKernel | HostAdamW, storage: Storage) -> str:
     if isinstance(op, AdamW | HostAdamW):
         weights, gradient, first, second, squares = (storage.read(view) for view in op.reads)
         clip = (ADAM.max_norm / (squares.sum().sqrt() + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        scaled = gradient * clip if isinstance(op, AdamW) else gradient.mul_(clip)
-        adamw(weights, scaled, first, second)
+        adamw(weights, gradient.mul_(clip), first, second)
         if isinstance(op, HostAdamW) and op.cast:
             storage.write(op.cast).copy_(weights)
         return "aten _fused_adamw_"

@@ -21,6 +21,7 @@ from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import (
+    AdamW,
     Attend,
     AttendBackward,
     Copy,
@@ -229,6 +230,8 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     variant = "gather" if isinstance(op, Copy) and op.order else "fused" if isinstance(op, CrossEntropy) else ""
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    if isinstance(op, AdamW):
+        moved -= program.nbytes(op.gradient)  # where gradients are scaled first, software has a kernel of its own
     flops = op.meta.flops_per_element * elements
     if isinstance(op, CrossEntropy) and op.eager:
         return _eager_loss(op, program)

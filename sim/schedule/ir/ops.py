@@ -670,11 +670,13 @@ class LogitLoss(_Kernel, frozen=True, kw_only=True):
 
 
 class Unpack(_Kernel, frozen=True, kw_only=True):
-    """Each of ``weights``, one behind the other, = its elements in a flat tensor: FSDP2 copies out what it gathered."""
+    """Each of ``weights``, one behind the other, = its elements in a flat tensor, cast: FSDP2 copies out what it
+    gathered, replicated training the fp32 weights that the optimiser has updated.
+    """
 
     meta = Meta("U", "unpack", "copy", "copy")
     flat: Annotated[View, In("i")]
-    weights: Annotated[tuple[View, ...], Out(contiguous=True)]
+    weights: Annotated[tuple[View, ...], Out("", "any", contiguous=True)]
 
 
 class Pack(_Kernel, frozen=True, kw_only=True):
@@ -697,12 +699,13 @@ class SquareSum(_Kernel, frozen=True, kw_only=True):
 
 class AdamW(_Kernel, frozen=True, kw_only=True):
     """Update flat weights and their moments in place by their gradient (arXiv:1711.05101 algorithm 2), which is scaled
-    down where the norm of all gradients, the root of the sum of all ``squares``, is above a bound (arXiv:1211.5063).
+    down where it lies if the norm of all gradients, the root of the sum of all ``squares``, is above a bound
+    (arXiv:1211.5063; torch.nn.utils.clip_grad_norm_).
     """
 
     meta = Meta("O", "optimiser", "other", "adamw", 14)
     weights: Annotated[View, InOut("i")]
-    gradient: Annotated[View, In("i")]
+    gradient: Annotated[View, InOut("i")]
     first: Annotated[View, InOut("i")]
     second: Annotated[View, InOut("i")]
     squares: Annotated[View, In("n", "wide")]

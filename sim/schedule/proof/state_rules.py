@@ -159,7 +159,7 @@ class StateRules(NamedTuple):
         return [Piece(((0, 1), (0, 1), (0, 1), (0, 1)), square)]
 
     def _updated(self, operands: list[list[Piece]]) -> list[list[Piece]]:
-        """Return weights and moments after a step of the optimiser."""
+        """Return weights, moments and the gradient, which is none any more, after a step of the optimiser."""
         own, gradients, *moments, squares = operands
         weights, first, second = (_only(pieces) for pieces in (own, *moments))
         gradient = _joined(gradients)
@@ -174,20 +174,17 @@ class StateRules(NamedTuple):
         if any(differs(piece.content) for piece in squares):
             raise Unclassed
         _check_norm(self.workload, tuple([piece.content for piece in squares]))
-        return [
+        own, *moments = (
             [_named(piece, updated(tensor).name)]
             for tensor, piece in zip(unit.states, (weights, first, second), strict=True)
-        ]
+        )
+        return [own, [_named(gradient, f"scaled {gradient.content.tensor}")], *moments]
 
     def _updated_by_host(self, operands: list[list[Piece]]) -> list[list[Piece]]:
-        """Return the same, with the gradient, which is none any more, and the new weights as passes use them, where
-        these are others.
-        """
-        weights, *moments = self._updated(operands)
+        """Return the same, with the new weights as passes use them, where these are others."""
+        made = self._updated(operands)
         working = updated(_unit(_only(operands[0]).content, self._model).working).name
-        gradient = _joined(operands[1])
-        scaled = _named(gradient, f"scaled {gradient.content.tensor}")
-        return [weights, [scaled], *moments, [_named(_only(weights), working)]]
+        return [*made, [_named(_only(made[0]), working)]]
 
 
 _FLAT_WEIGHTS = {one.name for unit in BY_NAME for flat in (unit.flat, unit.working) for one in (flat, updated(flat))}
