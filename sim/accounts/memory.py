@@ -25,12 +25,14 @@ from sim.schedule.ir.ops import (
     FETCH,
     OFFLOAD,
     STREAMS,
+    Accumulate,
     Attend,
     AttendBackward,
     AttentionKernel,
     Hold,
     Kernel,
     LinearKernel,
+    Pack,
     TiledKernel,
     TokenKernel,
 )
@@ -84,9 +86,9 @@ class MemoryWalk(NamedTuple):
     by_term: dict[Term, int]
     """At the peak, too."""
     update_peak_bytes: int
-    """Most that is in use behind the last kernel of tokens, while a step sums, clips, updates and gathers: what a log
-    has of software that resets the peak behind the passes, as nanotron does in its first steps (0.4 logging.py,
-    log_memory, called in trainer.py, training_step)."""
+    """Most that is in use behind the last kernel of tokens and the packing of its gradients, while a step sums, clips,
+    updates and gathers: what a log has of software that resets the peak behind the passes, as nanotron does in its
+    first steps (0.4 logging.py, log_memory, called in trainer.py, training_step)."""
 
 
 def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
@@ -115,8 +117,8 @@ class _Columns(NamedTuple):
     """Which ops copy to the host's memory or back."""
     holds: list[bool]
     """Which ops do nothing with what they touch."""
-    of_tokens: list[bool]
-    """Which ops are kernels of tokens."""
+    of_passes: list[bool]
+    """Which ops are kernels of tokens, or pack and add up their gradients."""
     counts: Integers
     """(ops,): how many buffers each op touches, some more than once."""
     touched: Integers
@@ -141,7 +143,7 @@ class _OfForm(NamedTuple):
     forward: bool
     moves: bool
     holds: bool
-    of_tokens: bool
+    of_passes: bool
     adopted: list[int]
     """The places, among its views, of buffers that its results become."""
 
@@ -157,7 +159,7 @@ def _of_form(form: Form) -> _OfForm:
         op.part == "forward",
         op.stream in {OFFLOAD, FETCH},
         isinstance(op, Hold),
-        isinstance(op, AttentionKernel | LinearKernel | TokenKernel | TiledKernel),
+        isinstance(op, AttentionKernel | LinearKernel | TokenKernel | TiledKernel | Pack | Accumulate),
         [form.places[number] for number in adopted(op, program)],
     )
 
@@ -181,7 +183,7 @@ def _of_fragment(fragment: Fragment) -> _Columns:
         [op.forward for op in ops],
         [op.moves for op in ops],
         [op.holds for op in ops],
-        [op.of_tokens for op in ops],
+        [op.of_passes for op in ops],
         *_touched(fragment),
         np.array([buffers[start + place] for start, places in adopts for place in places], np.int64),
         np.array([len(op.adopted) for op in ops], np.int64),
@@ -349,7 +351,7 @@ def walk(program: Program, dependencies: Dependencies, attention: str = "") -> M
             by_category[category] = by_category.get(category, 0) + nbytes
             by_term[term] += nbytes
     peaks = [int(of.max(initial=0)) for of in (in_use, buffers, held.bytes_of(held.alive & ~held.on_gpu))]
-    behind = np.flatnonzero(columns.of_tokens).max(initial=-1) + 1
+    behind = np.flatnonzero(columns.of_passes).max(initial=-1) + 1
     update = int(in_use[behind:].max(initial=0))
     return MemoryWalk(in_use.tolist(), peaks[0], peaks[1], by_category, peaks[2], by_term, update)
 

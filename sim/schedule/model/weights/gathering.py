@@ -125,20 +125,36 @@ class Gathering:
         """Append what brings the weights of all ranks here, in the model's data type; return where they are. Those of
         this rank may be on the host, and are copied to ``fetched`` then.
         """
-        b, within, each = self._b, self._owned.shards.within, self._owned.each(unit.flat)
-        (count,) = own.shape
+        b, within = self._b, self._owned.shards.within
         if fetched is not None:
+            (count,) = own.shape
             b.host_copy(own, fetched[:count], "fetch weights", unit.layer)
             own = fetched[:count]
-        if self._owned.casts(unit) or count < each:
-            sent = b.buffer(f"own {unit.name}", "i", (each,), b.workload.dtype, "communication") if within else flat
-            b.copy(own, self._owned.pad(sent, count), "cast weights")
-            own = sent
-        if within is None:
-            return own
-        recvs = Split(flat, 0, self._owned.num_parts)
-        b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=own, recvs=recvs))
+        sent = self.packed(unit, own, flat if within is None and self._owned.casts(unit) else None)
+        return self.spread(unit, sent, flat) if within else sent
+
+    def spread(self, unit: Unit, sent: View, flat: View) -> View:
+        """Append what brings what all ranks send here; return it."""
+        within, recvs = self._owned.shards.within, Split(flat, 0, self._owned.num_parts)
+        assert within, "ranks have all weights"
+        self._b.add(AllGather(label=f"gather {unit.name}", communicator=within.name, send=sent, recvs=recvs))
         return flat
+
+    def own(self, unit: Unit) -> View:
+        """Return a new buffer for what a rank sends of a unit's weights, padding included."""
+        shape = (self._owned.each(unit.flat),)
+        return self._b.buffer(f"own {unit.name}", "i", shape, self._b.workload.dtype, "communication")
+
+    def packed(self, unit: Unit, own: View, into: View | None = None) -> View:
+        """Return what a rank owns of a unit as it is sent, in the model's data type and padded: what there is, where
+        that is so already, or a copy, having appended it; with ``into`` always a copy there.
+        """
+        (count,) = own.shape
+        if into is None and not self._owned.casts(unit) and count == self._owned.each(unit.flat):
+            return own
+        sent = into or self.own(unit)
+        self._b.copy(own, self._owned.pad(sent, count), "cast weights")
+        return sent
 
     def fill(self, unit: Unit, flat: View, weights: Values) -> None:
         """Append what copies weights out of a flat tensor to where they belong."""

@@ -31,7 +31,7 @@ class Summing:
     accumulate=in-place a unit's gradients are added, as they are, to a buffer that a step begins with as zeros and
     holds to its end. With bucket_mb those of the last backward pass go through buckets in the model's data type, which
     stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron 0.4
-    optim/gradient_accumulator.py, fp32_accum_hook).
+    optim/gradient_accumulator.py, fp32_accum_hook); where there are no replicas there is no DDP (trainer.py, make_ddp).
 
     Where the optimiser is on the host each summed gradient goes there; its squares are summed up before, on the GPU, as
     DeepSpeed's runtime/zero/stage3.py does it.
@@ -83,7 +83,8 @@ class Summing:
         """Return the same of a unit that is trained."""
         if self._in_place:
             flat = self._in_place[unit]
-            if not self._owned.options.bucket_mb or self._to_come[unit] > 1:
+            sums = self._owned.shards.gradients or self._owned.shards.across
+            if not (self._owned.options.bucket_mb and sums) or self._to_come[unit] > 1:
                 return (flat,)
             made = self._b.buffer(f"buckets of {unit.name}", "i", flat.shape, self._b.workload.dtype, "communication")
             self._filled.append(made)

@@ -47,7 +47,9 @@ class Updating:
         for state, view in zip(unit.states, kept.states, strict=True):
             b.output_of(updated(state), self._owned.rows(state), view)
         if weights:
-            self._renew(unit, self._gathering.send(unit, gathered, self._gathering.flat(unit)), weights)
+            direct = self._owned.shards.within is None
+            flat = gathered if direct else self._gathering.send(unit, gathered, self._gathering.flat(unit))
+            self._renew(unit, flat, weights)
         return gathered
 
     def _update_on_host(self, unit: Unit, gathered: View, given: dict[str, Any]) -> View:
@@ -75,15 +77,16 @@ class Updating:
             self._b.output_of(whole, whole.rows(self._b.workload.model), view)
 
     def _gather_all(self, new: dict[Unit, View]) -> None:
-        """Append what gathers the new weights of all units, copies them to one tensor for each rank and from there to
-        where they belong; all of that is held until the last one is there. The host takes each rank's part of each
-        tensor by itself.
+        """Append what copies new weights of all units together, gathers them, copies them to one tensor for each rank
+        and from there to where they belong; all of that is held until the last one is there (nanotron 0.4
+        distributed.py, all_gather_coalesced). The host takes each rank's part of each tensor by itself.
         """
-        b, gathering, held = self._b, self._gathering, []
-        flats = {
-            unit: b.call(f"gather {unit.name}", unit.layer, partial(gathering.send, unit), own, gathering.flat(unit))
-            for unit, own in new.items()
-        }
+        b, gathering, held, flats = self._b, self._gathering, [], {}
+        for unit, own in new.items():
+            packs, spreads = partial(gathering.packed, unit), partial(gathering.spread, unit)
+            packed = b.call(f"flatten {unit.name}", unit.layer, packs, own, gathering.own(unit))
+            flats[unit] = b.call(f"gather {unit.name}", unit.layer, spreads, packed, gathering.flat(unit))
+            held.append(packed)
         if within := self._owned.shards.within:
             calls = self._owned.num_parts * sum(num_merged(unit, b.workload.model) for unit in flats)
             b.add(HostSync(label="take new weights apart", streams=(within.name,), calls=calls))
