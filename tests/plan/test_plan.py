@@ -364,7 +364,7 @@ def test_a_schedule_that_is_named_has_all_of_its_degrees(schedule: str | None, d
 @pytest.mark.slow
 def test_a_ring_of_one_in_replicas_is_the_fastest_over_pcie() -> None:
     """Where links are slow and a sequence is short."""
-    setup = Setup("ring", model="llama3.2-3b", cluster="l20-pcie", gpus=4, seq="8K", layers=2)
+    setup = Setup("ring", model="llama3.2-3b", cluster="l20-pcie", gpus=4, pp_degree=1, seq="8K", layers=2)
     found = longstep.plan(setup, options={"checkpoint": ["full"], "mlp": ["whole"]}, jobs=1).best
     assert [row["schedule"] for row in found] == ["ring (4 replicas)", "ring (R 2, 2 replicas)", "ring (R 4)"]
 

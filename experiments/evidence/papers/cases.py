@@ -21,6 +21,7 @@ from sim.accounts.trace import Trace
 from sim.base.errors import InputError, unknown
 from sim.base.presets import converted, load_toml
 from sim.base.units import size
+from sim.plan.search.few import Few, of_turns
 from sim.schedule.ir.ops import KINDS, HostSync
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Entry
@@ -31,7 +32,7 @@ from sim.setup.setup import Setup
 from sim.words.profile import Issue, Profile, load_profile
 
 FOLDER = "experiments/published"
-_SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "cp", "pp_degree", "dp_degree")
+_SCHEDULE = ("schedule", "ulysses_degree", "ring_degree", "cp", "tp_degree", "pp_degree", "dp_degree")
 _OF_METHOD = ("schedule.", "software.")
 """What cases may differ in to be compared with each other; the latter are overrides."""
 _KEYS = {"pass": "passes"} | {
@@ -62,6 +63,9 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blind: float | None = None
     """Mean error of the first prediction, before anyone had seen how far off it was."""
     set: tuple[str, ...] = ()
+    few_micro_batches: bool = False
+    """Whether steps of many micro-batches are told by two of few, without jitter: each further one takes what the last
+    of these adds (``sim.plan.search.few``)."""
 
 
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -157,16 +161,23 @@ class Case(NamedTuple):
     """Kernels that take no time, as the code that was timed leaves them out."""
     host: HostFigures | None = None
     """Other figures of the host than the profile's."""
+    few_micro_batches: bool = False
+    """As its group has it."""
 
     @property
     def played(self) -> Setup:
         """Return what is simulated: the step, or the op alone; however long it takes, since a file asks for it."""
-        setup = self.setup.replace(yes=True)
+        setup = self.setup.replace(yes=True, **({"jitter": 0.0} if self.few_micro_batches else {}))
         if self.left_out or self.host:
             return setup.replace(profile=_changed(str(setup.profile), self.left_out, self.host))
         if self.alone is None:
             return setup
         return setup.replace(schedule=Entry(partial(build, self.measure, self.alone), "", ("ring",), ""))
+
+    @property
+    def told_by(self) -> Few:
+        """Return the steps that are simulated, by which the one that was timed is told: mostly that one itself."""
+        return of_turns(self.played) if self.few_micro_batches else Few([self.played])
 
     def seconds(self, trace: Trace) -> float:
         """Return what was timed, as a trace has it: the step, or an op's mean time at work over all ranks."""
@@ -209,7 +220,7 @@ class Case(NamedTuple):
         """Return degrees and options of the schedule, as far as they are named."""
         setup = self.setup
         split = {"U": setup.ulysses_degree, "R": setup.ring_degree, "cp": setup.cp}
-        outside = {"PP": setup.pp_degree, "DP": setup.dp_degree}
+        outside = {"TP": setup.tp_degree, "PP": setup.pp_degree, "DP": setup.dp_degree}
         named = [f"{name} {degree}" for name, degree in split.items() if degree]
         named += [f"{name} {degree}" for name, degree in outside.items() if degree > 1]
         overrides = (key for key in names.texts(setup.set) if key.startswith("schedule."))
@@ -351,7 +362,11 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     left_out = tuple([kernel for one in alike for kernel in one.left_out])
     if left_out and (alone or file.profile == DATASHEET):
         raise InputError(f"{where}: left_out {', '.join(left_out)} takes whole steps, and a profile")
-    return Case(group.name, setup, float(measured_s), measure, alone, left_out)
+    if group.few_micro_batches and (setup.scope != "step" or measure or file.host_fit):
+        raise InputError(f"{where}: few_micro_batches takes whole steps, without host_fit: leave one of them out")
+    return Case(
+        group.name, setup, float(measured_s), measure, alone, left_out, few_micro_batches=group.few_micro_batches
+    )
 
 
 def selected(file: CaseFile, case: dict[str, Any], of_group: tuple[str, ...], where: str) -> Setup:

@@ -21,6 +21,7 @@ from sim.engine.intervals.learned import Learned, Reach, shipped
 from sim.engine.intervals.regime import Regime, regime
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.sensitivity import bound
+from sim.plan.search.few import Few
 from sim.schedule.ir.ops import KINDS
 from sim.setup.names import DATASHEET
 from sim.software.software import load_software
@@ -84,6 +85,11 @@ class CasePrediction(NamedTuple):
         low_s, high_s = found.around(self.predicted_s) if found else (self.predicted_s, self.predicted_s)
         return self._replace(low_s=low_s, high_s=high_s)
 
+    def further(self, few: Few, fewer_s: float) -> CasePrediction:
+        """Return it with all micro-batches, by a step that has fewer of them, too."""
+        taken_s = few.told(fewer_s, self.predicted_s)
+        return self._replace(predicted_s=taken_s, low_s=taken_s, high_s=taken_s)
+
     @property
     def what(self) -> str:
         """Return one line that names the case, and what bounds it."""
@@ -133,10 +139,12 @@ def predicted_twice(
 
 
 def _predicted(case: Case, host: HostFigures | None) -> tuple[CasePrediction, CasePrediction | None]:
-    found = case.played.predicted()
+    few = case.told_by
+    *before, found = [setup.predicted() for setup in few.setups]
     reaches = None if case.host or found.profile is None else _reaches(case, found.simulation)
     if host is None:
-        return _read_off(case, found.simulation, reaches), None
+        told = _read_off(case, found.simulation, reaches)
+        return told.further(few, case.seconds(before[0].trace)) if before else told, None
     fitted, simulation = case._replace(host=host), found.simulation
     profile = fitted.played.resolved().profile
     again = simulate(found.checked, found.cluster, profile, simulation.jitter, engine=simulation.engine)
