@@ -119,7 +119,7 @@ def build_around(
         name=plan.name,
         workload=workload,
         mesh=mesh,
-        options=options.of_scope(workload.scope),
+        options=options.of_scope(workload.scope, mesh.tp),
         communicators=(*plan.communicators, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
         claims=_claims(plan, workload, mesh, options, block, stages),
     )
@@ -248,7 +248,8 @@ class _Ranks:
         layers = {number: stages.layers(number) for number in stages.chunks_of(stage)}
         own = tuple([unit for unit in units(workload) if stages.owns(stage, unit)])
         every = plan.shard(role).tokens
-        tokens, group = own_tokens(mesh, role, every, workload), Group(self.group, every) if self.group else None
+        tokens = own_tokens(mesh, role, every, workload)
+        group = Group(self.group, every, options.tp_overlap) if self.group else None
         tiling: Tiling = group.tiling if group else whole
         kept = saving(b, options.activations, self.chosen, options.offload_from, tuple(layers.values()))
         step = workload.scope == "step"

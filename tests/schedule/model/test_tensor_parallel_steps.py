@@ -62,6 +62,13 @@ def test_every_schedule_takes_shares_of_weights(name: str, scope: str) -> None:
     is_exact(step(name, MESHES.get(name, Mesh(tp=2, ring=4)), scope=scope))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["gradients", "shards"])
+@pytest.mark.parametrize("name", NAMED)
+def test_every_schedule_sends_beside_products(name: str, overlap: str) -> None:
+    is_exact(step(name, MESHES.get(name, Mesh(tp=2, ring=4)), tp_overlap=overlap))
+
+
 CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "replicas": (Mesh(tp=2, dp=2), {}),
     "replicas, shards padded": (Mesh(tp=2, dp=3), {"zero_stage": 1}),
@@ -83,13 +90,19 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "norms of q and k": (Mesh(tp=4, dp=2), {"qk_norm": "head"}),
     "eager norms of q and k": (Mesh(tp=2), {"qk_norm": "head", "modules": "eager"}),
     "one key/value head": (Mesh(tp=4, dp=2), {"num_kv_heads": 1, "zero_stage": 1}),
+    "sent beside gradients": (Mesh(tp=4, dp=2), {"tp_overlap": "gradients", "biases": ("qkv",), "zero_stage": 1}),
+    "own shards first": (Mesh(tp=4), {"tp_overlap": "shards", "biases": ("qkv",), "batch": 2}),
+    "own shards first, one norm before both": (Mesh(tp=2), {"tp_overlap": "shards", "parallel_residual": True}),
+    "own shards first, tiles": (Mesh(tp=2), {"tp_overlap": "shards", "mlp": "tiled", "tied_embeddings": True}),
+    "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
+                                                   "micro_batches": 3, "batch": 3}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "case",
     by_tier(
-        {"replicas", "chunks of the loss", "two members a key/value head"},
+        {"replicas", "chunks of the loss", "two members a key/value head", "own shards first"},
         {"as nanotron", "one weight for both ends", "norms of q and k"},
         CASES,
     ),
@@ -128,6 +141,11 @@ def test_norms_of_the_heads_of_one_share_alone() -> None:
 @pytest.mark.sweep
 def test_all_members_on_one_device() -> None:
     is_exact(on_one_device(check(step("ring", Mesh(tp=2, ring=2)))))
+
+
+def test_where_ranks_have_whole_weights_nothing_is_sent_beside_products() -> None:
+    schedules = [step("ring", Mesh(ring=2), tp_overlap=overlap) for overlap in ("none", "shards")]
+    assert len({schedule.hash for schedule in schedules}) == 1
 
 
 def test_members_hold_their_shares() -> None:
