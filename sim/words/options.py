@@ -74,6 +74,10 @@ class LayerOptions:
     _ColumnLinearAsyncCommunication), and backward by rows, as later versions have it, from memory: 0.4 gathers there
     what other ranks make by their own rows, which is no gradient. What attention projects part by part, MLPs in tiles
     and a loss in chunks are as with none."""
+    tp_sequence: bool = True
+    """Whether ranks that have shares of weights have some of their group's tokens each between products of these
+    (sequence parallelism, arXiv:2205.05198 §4.2.2); else all have all of them there and compute the same, and what they
+    sum up is summed up on all (arXiv:1909.08053 §3)."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -199,7 +203,7 @@ class LayerOptions:
         return found
 
 
-OF_GROUPS: dict[str, Any] = {"tp_overlap": "none"}
+OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True}
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",

@@ -210,11 +210,11 @@ def test_both_engines_play_random_programs_alike(
 
 
 @requires_compiler
-@pytest.mark.parametrize("overlap", ["none", "gradients", "shards"])
-def test_both_engines_play_tensor_parallelism_alike(overlap: TensorOverlap) -> None:
+@pytest.mark.parametrize(("overlap", "sequence"), [("none", True), ("shards", True), ("gradients", False)])
+def test_both_engines_play_tensor_parallelism_alike(overlap: TensorOverlap, sequence: bool) -> None:
     workload = Workload(model=make_model(8, 4), seq=1024, dtype="bf16", scope="step", layers=2)
     entry = SCHEDULES["ring"]
-    options = dataclasses.replace(entry.options, tp_overlap=overlap)
+    options = dataclasses.replace(entry.options, tp_overlap=overlap, tp_sequence=sequence)
     checked = check(entry.schedule(workload, Mesh(tp=4, ring=2), options))
     require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), load_profile("h100-sxm"), Jitter(0.1, 1)))
 

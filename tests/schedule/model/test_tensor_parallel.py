@@ -14,7 +14,7 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.engine.play.simulate import simulate
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AllGather, Copy, Gemm, ReduceScatter
+from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Gemm, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split
 from sim.schedule.methods.catalog import SCHEDULES
@@ -29,18 +29,22 @@ from topology.cluster import Cluster, load_cluster
 MESHES = {"2 ranks": Mesh(tp=2), "4 ranks": Mesh(tp=4), "rings of 2": Mesh(tp=2, ring=2)}
 
 
-def layers(mesh: str = "2 ranks", tp_overlap: TensorOverlap = "none", **fields: Any) -> Schedule:
+def layers(
+    mesh: str = "2 ranks", tp_overlap: TensorOverlap = "none", *, tp_sequence: bool = True, **fields: Any
+) -> Schedule:
     dtype = fields.pop("dtype", "fp64")
     model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=24, **fields)
     workload = Workload(model=model, seq=32, dtype=dtype, scope="layer", layers=2)
     entry = SCHEDULES["ring" if "ring" in mesh else "single"]
-    return entry.schedule(workload, MESHES[mesh], dataclasses.replace(entry.options, tp_overlap=tp_overlap))
+    options = dataclasses.replace(entry.options, tp_overlap=tp_overlap, tp_sequence=tp_sequence)
+    return entry.schedule(workload, MESHES[mesh], options)
 
 
 @pytest.mark.parametrize("mesh", sweep_but({"2 ranks", "rings of 2"}, MESHES))
 def test_layers_are_proved_and_exact(mesh: str) -> None:
     is_exact(layers(mesh))
     is_exact(layers(mesh, "shards"))
+    is_exact(layers(mesh, "gradients", tp_sequence=False))
 
 
 @pytest.mark.sweep
@@ -68,6 +72,42 @@ def test_collectives_of_a_layer() -> None:
         *(("backward", AllGather, 4), ("backward", ReduceScatter, 2)),
     ):
         assert sum(isinstance(op, kind) and op.part == part for op in ops) == 2 * count, (part, kind)
+
+
+def test_sums_on_all_ranks() -> None:
+    """arXiv:1909.08053 §3: two all-reduces forward and two backward, of all tokens; a ring sends 2 (T-1)/T of them from
+    each rank. The gradients of norms are those of all tokens at once.
+    """
+    for mesh, ranks in (("2 ranks", 2), ("4 ranks", 4)):
+        schedule = layers(mesh, tp_sequence=False)
+        ops = [op for op in schedule.program(0).ops if isinstance(op, Collective)]
+        assert [op.label for op in ops if op.part == "forward"] == 2 * ["sum middle", "sum x"]
+        assert [op.label for op in ops if op.part == "backward"] == 2 * ["sum dh2", "sum dh1"]
+        assert {type(op) for op in ops} == {AllReduce}
+        assert schedule.header.claims
+        assert schedule.header.claims.wire_bytes == 2 * 4 * 2 * (ranks - 1) * 32 * 32 * 8
+
+
+def test_what_ranks_hold_of_norms() -> None:
+    """All tokens of what is between products of shares, or those of a rank."""
+    for sequence, tokens in ((True, 16), (False, 32)):
+        buffers = layers(tp_sequence=sequence).program(0).buffers
+        held = {buffer.name: buffer.shape for buffer in buffers if buffer.category == "saved"}
+        assert held["h1"] == held["middle"] == held["x"] == (1, tokens, 32)
+        assert held["act"] == (1, 32, 12)
+
+
+def test_gradients_of_norms_that_all_ranks_have_are_not_summed_again() -> None:
+    schedule = layers(tp_sequence=False)
+
+    def summed(rank: int) -> Program:
+        program = schedule.program(rank)
+        at = next(at for at, op in enumerate(program.ops) if op.label == "back through norm1")
+        (_, gradient) = program.ops[at].writes
+        again = AllReduce(part="backward", label="sum dnorm1", communicator="tp", view=gradient)
+        return program.replace(ops=(*program.ops[: at + 1], again, *program.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, summed), "dnorm1.* would count tokens 0..32 twice")
 
 
 def in_order(overlap: TensorOverlap, *tensors: str) -> list[str]:

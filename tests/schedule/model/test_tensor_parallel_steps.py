@@ -63,10 +63,11 @@ def test_every_schedule_takes_shares_of_weights(name: str, scope: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["gradients", "shards"])
+@pytest.mark.parametrize("chosen", [{}, {"tp_overlap": "shards"}, {"tp_sequence": False, "tp_overlap": "gradients"}])
 @pytest.mark.parametrize("name", NAMED)
-def test_every_schedule_sends_beside_products(name: str, overlap: str) -> None:
-    is_exact(step(name, MESHES.get(name, Mesh(tp=2, ring=4)), tp_overlap=overlap))
+def test_every_schedule_takes_every_way_to_send(name: str, chosen: dict[str, Any]) -> None:
+    for scope in ("layer", "step"):
+        is_exact(step(name, MESHES.get(name, Mesh(tp=2, ring=4)), scope=scope, **chosen))
 
 
 CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
@@ -94,6 +95,17 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "own shards first": (Mesh(tp=4), {"tp_overlap": "shards", "biases": ("qkv",), "batch": 2}),
     "own shards first, one norm before both": (Mesh(tp=2), {"tp_overlap": "shards", "parallel_residual": True}),
     "own shards first, tiles": (Mesh(tp=2), {"tp_overlap": "shards", "mlp": "tiled", "tied_embeddings": True}),
+    "all tokens on all": (Mesh(tp=4, dp=2), {"tp_sequence": False, "checkpoint": "none", "zero_stage": 1, "batch": 2}),
+    "all tokens on all, beside gradients": (Mesh(tp=2), {"tp_sequence": False, "tp_overlap": "shards",
+                                                        "loss": "chunked", "embedding_scale": 2.0,
+                                                        "vocab_size": 400, "tied_embeddings": True}),
+    "all tokens on all, few heads": (Mesh(tp=4), {"tp_sequence": False, "num_kv_heads": 2, "biases": ("qkv",)}),
+    "all tokens on all, one head": (Mesh(tp=4, dp=2), {"tp_sequence": False, "num_kv_heads": 1, "shards": "replica"}),
+    "all tokens on all, norms of q and k": (Mesh(tp=4, dp=2), {"tp_sequence": False, "qk_norm": "head"}),
+    "all tokens on all, one norm before both": (Mesh(tp=2), {"tp_sequence": False, "parallel_residual": True,
+                                                            "mlp": "tiled", "loss": "unfused"}),
+    "all tokens on all, stages": (Mesh(tp=2, pp=2), {"tp_sequence": False, "pipeline_schedule": "zb-h1",
+                                                    "micro_batches": 3, "batch": 3, "zero_stage": 0}),
     "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
                                                    "micro_batches": 3, "batch": 3}),
 }  # fmt: skip
@@ -102,8 +114,8 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "case",
     by_tier(
-        {"replicas", "chunks of the loss", "two members a key/value head", "own shards first"},
-        {"as nanotron", "one weight for both ends", "norms of q and k"},
+        {"replicas", "chunks of the loss", "two members a key/value head", "own shards first", "all tokens on all"},
+        {"as nanotron", "one weight for both ends", "norms of q and k", "all tokens on all, stages"},
         CASES,
     ),
 )
@@ -144,8 +156,8 @@ def test_all_members_on_one_device() -> None:
 
 
 def test_where_ranks_have_whole_weights_nothing_is_sent_beside_products() -> None:
-    schedules = [step("ring", Mesh(ring=2), tp_overlap=overlap) for overlap in ("none", "shards")]
-    assert len({schedule.hash for schedule in schedules}) == 1
+    changed = [{}, {"tp_overlap": "shards"}, {"tp_sequence": False}]
+    assert len({step("ring", Mesh(ring=2), **chosen).hash for chosen in changed}) == 1
 
 
 def test_members_hold_their_shares() -> None:
@@ -159,7 +171,9 @@ def test_members_hold_their_shares() -> None:
         states = [port for port in schedule.program(3).inputs if port.tensor.endswith("parameters")]
         whole = sum(map(share.size, flats))
         assert sum(math.prod(port.view.shape) for port in states) == whole // mesh.dp
-        assert footprint(schedule.header).states_bytes == 8 * (3 * whole // mesh.dp + 2 * whole)
+        found = footprint(schedule.header)
+        assert found.states_bytes == 8 * (3 * whole // mesh.dp + 2 * whole)
+        assert found.saved_bytes == 2 * 12 * model.embed_dim * 8
         counted = [share.counted(flat, share.rows(flat)) for flat in flats]
         assert sum(span.size for spans in counted for span in spans) == sum(map(share.size, flats)) - norms
 

@@ -65,7 +65,7 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
     micro = draw.choice((1, 1, 2))
     workload = Workload(model=model, seq=24, batch=micro, dtype="fp64", scope="layer", layers=2)
     said = f"{name}, {mesh.named()}, {model.num_kv_heads} key/value heads, {fields}"
-    beside = {"tp_overlap": draw.choice(("none", "gradients", "shards"))}
+    beside = _beside(draw)
     if draw.random() < 0.4:
         options = dataclasses.replace(SCHEDULES[name].options, **beside)
         return f"{said}, B {micro}, {beside}", check(SCHEDULES[name].schedule(workload, mesh, options))
@@ -82,6 +82,11 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
     return f"{said}, {chosen}", check(SCHEDULES[name].schedule(workload, mesh, options))
 
 
+def _beside(draw: Random) -> dict[str, Any]:
+    """Return how ranks that have shares of weights send."""
+    return {"tp_overlap": draw.choice(("none", "gradients", "shards")), "tp_sequence": draw.random() < 0.6}
+
+
 def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
     """Return a training step of a pipeline, whose stages may be rings that share weights."""
     pipeline, stages, layers = draw.choice(DRAWN)
@@ -92,7 +97,7 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
         "loss": draw.choice(("whole", "chunked")),
         "host_waits": draw.choice(("never", "micro-batch")),
         "activations": draw.choice(("hbm", "hbm", "save-on-cpu")),
-        "tp_overlap": draw.choice(("none", "gradients", "shards")),
+        **_beside(draw),
         "pipeline_schedule": pipeline,
         "pipeline_layers": layers,
         "pipeline_chunks": 1 if PIPELINES[pipeline].chunks else len(split) // stages,

@@ -2,8 +2,9 @@
 
 Kernels of what is divided have all tokens of the group and a share of the weights; all others have some of the tokens
 and whole weights (sequence parallelism, arXiv:2205.05198 §4.2.2). So tokens are gathered before the former, and what
-these leave, sums that lack the terms of other shares, is summed up and scattered. ``LayerOptions.tp_overlap`` says
-beside which products.
+these leave, sums that lack the terms of other shares, is summed up and scattered. Where all others have all tokens,
+too (``LayerOptions.tp_sequence``), it is summed up on all members. ``LayerOptions.tp_overlap`` says beside which
+products.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sim.schedule.model.equations import Equation, back, is_of_weights, is_produ
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
-from sim.words.options import LayerOptions, TensorOverlap
+from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype
 
 TENSOR = "tp"
@@ -77,7 +78,7 @@ class Group(NamedTuple):
     over: Communicator
     every: Tokens
     """The tokens of the group; a rank's own are a part of them, in the order of its members."""
-    overlap: TensorOverlap = "none"
+    options: LayerOptions = LayerOptions()
 
     def tiling(self, equations: tuple[Equation, ...], rows: TokenWriter) -> Iterator[Tensor]:
         """See Tiling: kernels of shares take all tokens of the group at once, others all own ones."""
@@ -94,7 +95,7 @@ class Group(NamedTuple):
             of_all |= {tensor: view for tensor, view in values.items() if not is_own(tensor, model)}
             used = dict.fromkeys(tensor for one in some for tensor in one.operands if is_own(tensor, model))
             to_come = [tensor for tensor in used if tensor not in of_all]
-            in_shards = self.overlap == "shards" and to_come and _widens(some[0], model)
+            in_shards = self._begins_with_own and to_come and _widens(some[0], model)
             if in_shards:
                 self._write_by_shards(some, every, values[to_come[0]])
             else:
@@ -122,13 +123,18 @@ class Group(NamedTuple):
         while stop < len(equations):
             start, first = stop, equations[stop]
             stop += 1
-            if self.overlap == "shards" and _widens(first, model):
+            if self._begins_with_own and _widens(first, model):
                 while stop < len(equations) and _widens(equations[stop], model, first.operands[0]):
                     stop += 1
-            elif self.overlap != "none" and _narrows_back(first, model):
+            elif self.options.tp_overlap != "none" and _narrows_back(first, model):
                 while stop < len(equations) and _goes_with(equations[stop], first, model):
                     stop += 1
             yield equations[start:stop]
+
+    @property
+    def _begins_with_own(self) -> bool:
+        """Whether products of gathered tokens begin with own ones."""
+        return self.options.tp_sequence and self.options.tp_overlap == "shards"
 
     def _write_by_shards(self, some: tuple[Equation, ...], every: TokenWriter, own: View) -> None:
         """Append products of one tensor: of own tokens while those of other members are gathered, then of those before
@@ -173,10 +179,12 @@ class Group(NamedTuple):
             rows.values[tensor] = summed
 
     def gathered(self, b: ProgramBuilder, tensor: Tensor, own: View) -> View:
-        """Append what brings all tokens of a tensor here; return them. Where there are several sequences they arrive
-        by members, and are copied, as torch's all-gather along another dimension than the first does it
-        (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
+        """Append what brings all tokens of a tensor here, where they are not; return them. Where there are several
+        sequences they arrive by members, and are copied, as torch's all-gather along another dimension than the first
+        does it (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
         """
+        if not self.options.tp_sequence:
+            return own
         return self._in_order(b, tensor, *self._gather(b, tensor, own))
 
     def _gather(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
@@ -192,7 +200,10 @@ class Group(NamedTuple):
         return whole.view
 
     def scattered(self, b: ProgramBuilder, tensor: Tensor, terms: View) -> View:
-        """Append what sums up a tensor over the group; return own tokens of it."""
+        """Append what sums up a tensor over the group; return own tokens of it, or all where ranks have all."""
+        if not self.options.tp_sequence:
+            self.reduced(b, tensor, terms)
+            return terms
         own = b.new(tensor, terms.shape[TOKENS] // len(self.over.groups[0]))
         whole, sent = Split(terms, TOKENS, len(self.over.groups[0])), Split(terms, TOKENS, len(self.over.groups[0]))
         if not b.parts_are_contiguous(sent):
@@ -207,10 +218,11 @@ class Group(NamedTuple):
         by: Literal[True] | UnsetType = True if largest else UNSET
         b.add(AllReduce(label=label, communicator=self.over.name, view=view, largest=by))
 
-    def own(self, b: ProgramBuilder, view: View) -> View:
-        """Return this rank's own tokens of all."""
-        each, place = view.shape[TOKENS] // len(self.over.groups[0]), self.over.position(b.rank)
-        return view[:, place * each : (place + 1) * each]
+    def leave(self, b: ProgramBuilder, tensor: Tensor, view: View) -> None:
+        """Declare that a rank leaves its own tokens of a tensor, of which it has these or all."""
+        each, place = num_tokens(self.every) // len(self.over.groups[0]), self.over.position(b.rank)
+        start, stop = place * each, (place + 1) * each
+        b.output_of(tensor, cut(self.every, start, stop), view[:, start:stop] if view.shape[TOKENS] > each else view)
 
     def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
         """Return where all tokens of a tensor are to be, and where they arrive."""
@@ -258,23 +270,23 @@ def is_own(tensor: Tensor, model: ModelSpec) -> bool:
     return not (tensor.of_weight or tensor.divided(model) or tensor.numbers == "int64")
 
 
-def moved_features(equations: Iterable[Equation], model: ModelSpec) -> int:
+def moved_features(equations: Iterable[Equation], model: ModelSpec, *, sequence: bool) -> int:
     """Return how many features of each token are gathered before some equations, and scattered behind them: each tensor
-    once, however many of them read it or add to it.
+    once, however many of them read it or add to it. Where ranks have all tokens, those that are summed up count twice.
     """
     wide = [one for one in equations if is_divided(one, model)]
     given = {tensor for one in wide for tensor in one.operands if is_own(tensor, model)}
     made = {tensor for one in wide for tensor in one.results if is_own(tensor, model)}
-    return sum(tensor.shape(model)[0] for tensor in (*given, *made))
+    return sum(tensor.shape(model)[0] for tensor in ((*given, *made) if sequence else (*made, *made)))
 
 
-def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equation]]) -> int:
+def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equation]], *, sequence: bool) -> int:
     """Return what all members of groups over the whole sequence send for equations, those that are written together in
-    one list: (T-1) B S E elements for each collective (arXiv:2205.05198 §4.2.2).
+    one list: (T-1) B S E elements for each gather or scatter, twice that for each sum on all (arXiv:2205.05198 §4.2.2).
     """
     if size == 1:
         return 0
-    features = sum(moved_features(equations, workload.model) for equations in written)
+    features = sum(moved_features(equations, workload.model, sequence=sequence) for equations in written)
     return (size - 1) * features * workload.batch * workload.seq * DTYPE_BYTES[workload.dtype]
 
 
@@ -286,4 +298,5 @@ def ends_bytes(workload: Workload, size: int, options: LayerOptions) -> int:
     scored = [[head.to_logits], head.backward] if options.loss != "chunked" else [[head.to_logits, *head.backward]]
     wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     statistics = 3 * 2 * (size - 1) * workload.batch * workload.seq * wide
-    return statistics + sent_bytes(workload, size, [embedding, *scored, back(*reversed(embedding))])
+    written = [embedding, *scored, back(*reversed(embedding))]
+    return statistics + sent_bytes(workload, size, written, sequence=options.tp_sequence)
