@@ -54,7 +54,8 @@ class LayerOptions:
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
     and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it
     (megatron-core 0.16.1 tensor_parallel/cross_entropy.py); or those of all tokens and three tensors of their size in
-    the data type of sums, which torch's cross_entropy and its derivative make (torch)."""
+    the data type of sums, which torch's cross_entropy and its derivative make (torch); of shares of the vocabulary
+    four, by its loss_parallel (torch 2.13 distributed/tensor/parallel/loss.py)."""
     mlp: MlpName = "whole"
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""

@@ -216,7 +216,9 @@ def test_the_slowest_is_the_slowest_of_those_that_ship(seq: str, monkeypatch: py
     assert seconds[SLOWEST] == max(seconds.values())
 
 
-@pytest.mark.parametrize(("name", "overlap"), [("megatron", "gradients"), ("nanotron", "shards"), ("alst", "none")])
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("megatron", "gradients"), ("nanotron", "shards"), ("torchtitan", "none")]
+)
 def test_what_it_sends_beside_products_where_ranks_have_shares_of_weights(name: str, overlap: str) -> None:
     setup = Setup("single", **STEP, software=name, tp_degree=2)
     assert setup.resolved().options.tp_overlap == overlap

@@ -139,11 +139,6 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
             f"`tp_degree` {mesh.tp} divides the weights of layers, and scope 'attention' has none: set it to 1, or "
             f"set `scope` layer or step"
         )
-    if mesh.tp > 1 and options.loss == "torch":
-        raise InputError(
-            f"`set` schedule.loss=torch is of logits of all of the vocabulary, and `tp_degree` {mesh.tp} divides it: "
-            f"allowed are whole, chunked and unfused"
-        )
     if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "

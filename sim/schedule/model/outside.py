@@ -151,7 +151,8 @@ class Loss(_End):
         self._head, self._layers = head_of(b.workload.model, modules), b.workload.layers
         self._chunked = form == "chunked"
         self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
-        self._scored = (by_torch(scored),) if form == "torch" else (scored,)
+        scoring = SCORED_BY_SHARES if group else (scored,)
+        self._scored = tuple(map(by_torch, scoring)) if form == "torch" else scoring
         self._kept: Values = {}
         self._weights: Values = {}
         self.handed_over: Values = {}
@@ -186,7 +187,7 @@ class Loss(_End):
             for equation in self._scored:
                 rows.write(equation)
             return
-        largest, exponentials, scored_by_shares = SCORED_BY_SHARES
+        largest, exponentials, scored_by_shares = self._scored
         rows.write(largest)
         self._group.reduced(rows.b, top, rows.values[top], largest=True)
         rows.write(exponentials)

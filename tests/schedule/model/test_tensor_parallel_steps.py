@@ -80,6 +80,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "micro-batches of two sequences": (Mesh(tp=2, dp=2), {"micro_batches": 2, "batch": 4, "sync": "last"}),
     "optimiser on the host": (Mesh(tp=2, dp=2), {"optimiser": "host", "weights": "host"}),
     "chunks of the loss": (Mesh(tp=2), {"loss": "chunked", "batch": 2, "vocab_size": 400}),
+    "torch's loss": (Mesh(tp=4), {"loss": "torch", "logit_softcap": 2.0, "batch": 2}),
     "logits in fp32": (Mesh(tp=2), {"loss": "unfused", "logit_softcap": 2.0, "logit_scale": 0.5}),
     "one weight for both ends": (Mesh(tp=2, dp=2), {"tied_embeddings": True, "embedding_scale": 2.0}),
     "all kept, eager": (Mesh(tp=2), {"checkpoint": "none", "modules": "eager", "biases": ("qkv",)}),
@@ -313,7 +314,6 @@ def test_the_flat_share_of_another_member() -> None:
         (Mesh(tp=8), {"qk_norm": "head"}, "norms of 4 key/value heads that several ranks have of test8:4 are not"),
         (Mesh(tp=2), {"biases": ("out",)}, "biases behind sums over ranks of test8:4 are not computed in parts yet"),
         (Mesh(tp=2), {"lora_rank": 2}, "adapters of test8:4 are not computed in parts yet"),
-        (Mesh(tp=2), {"loss": "torch"}, "schedule.loss=torch is of logits of all of the vocabulary"),
         (Mesh(tp=2), {"scope": "attention", "layers": 1}, "`tp_degree` 2 divides the weights of layers"),
     ],
 )
