@@ -42,7 +42,7 @@ def footprint(header: Header) -> Footprint:
         weights, frozen = (sum(share.size(unit.flat) for unit in own if unit.frozen == kept) for kept in (False, True))
         held.append(_states_bytes(workload, options, shards, weights, frozen))
     sequences = workload.batch // options.micro_batches
-    tokens = sequences * workload.seq // mesh.sharing
+    tokens = sequences * workload.seq // (mesh.sharing * (mesh.tp if options.tp_sequence else 1))
     layer = tokens * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
     most = max(stages.layers_in_flight(stage) for stage in range(mesh.pp))
     return Footprint(states_bytes=max(held), saved_bytes=most * layer if options.checkpoint == "full" else None)

@@ -8,7 +8,7 @@ import msgspec
 
 from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
-from sim.words.options import OF_LAYERS, OF_STEPS, LayerOptions
+from sim.words.options import OF_GROUPS, OF_LAYERS, OF_STEPS, LayerOptions
 
 
 def options_of(found: Configuration) -> dict[str, Any]:
@@ -17,6 +17,7 @@ def options_of(found: Configuration) -> dict[str, Any]:
     if isinstance(found.options, LayerOptions):
         scope = found.workload.scope
         left_out = {*(OF_STEPS if scope != "step" else ()), *(OF_LAYERS if scope == "attention" else ())}
+        left_out |= {*OF_GROUPS} if found.mesh.tp == 1 else set()
         return {name: value for name, value in options.items() if name not in left_out}
     return options
 

@@ -16,7 +16,7 @@ from sim.setup.answers.table import Table
 from sim.setup.configuration import Configuration
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
-from sim.words.options import OF_STEPS
+from sim.words.options import OF_GROUPS, OF_STEPS
 
 
 class Step(NamedTuple):
@@ -77,6 +77,7 @@ def steps(setup: Setup) -> Iterator[Step]:
     yield from _degrees(setup, found)
     given = {*()} if found.options is None else {*get_type_hints(type(found.options))}
     skipped = {*(OF_STEPS if setup.scope != "step" else ()), *(OF_PIPELINES if found.mesh.pp == 1 else ())}
+    skipped |= {*OF_GROUPS} if found.mesh.tp == 1 else set()
     for name in sorted(given - skipped):
         if name == "pipeline_schedule":
             yield from _pipelines(setup, found)

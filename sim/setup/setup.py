@@ -39,7 +39,7 @@ from sim.setup.ranks import Degrees, mesh_of, shared_gpus, sized
 from sim.setup.stacks import stack_of
 from sim.software.software import Kernels, Software, load_software
 from sim.words.mesh import Mesh
-from sim.words.options import OF_LAYERS, OF_STEPS
+from sim.words.options import OF_GROUPS, OF_LAYERS, OF_STEPS
 from sim.words.profile import Profile
 from sim.words.workload import BlockMask, ModelSpec
 from topology.cluster import Cluster
@@ -328,7 +328,7 @@ class Setup:
                 raise InputError(f"`stack` {self.stack} is of training steps: set `scope` step, or leave it out")
             stacked = stack_of(self.stack).options
         taken = {*has} - {*stacked} - ({*OF_STEPS} if self.scope != "step" else set())
-        taken -= {*OF_LAYERS} if self.scope == "attention" else set()
+        taken -= {*OF_LAYERS} if self.scope == "attention" else {*OF_GROUPS} if self.tp_degree == 1 else set()
         return [
             *((name, names.text_of(value)) for name, value in usual.items() if name in taken),
             *((name, value) for name, value in stacked.items() if name in has),

@@ -17,6 +17,7 @@ SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
 LossName = Literal["whole", "chunked", "unfused", "torch"]
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
+TensorOverlap = Literal["none", "gradients", "shards"]
 OptimiserPlace = Literal["gpu", "host"]
 WeightsPlace = Literal["gpu", "host", "host-states"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -53,7 +54,8 @@ class LayerOptions:
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
     and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it
     (megatron-core 0.16.1 tensor_parallel/cross_entropy.py); or those of all tokens and three tensors of their size in
-    the data type of sums, which torch's cross_entropy and its derivative make (torch)."""
+    the data type of sums, which torch's cross_entropy and its derivative make (torch); of shares of the vocabulary
+    four, by its loss_parallel (torch 2.13 distributed/tensor/parallel/loss.py)."""
     mlp: MlpName = "whole"
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""
@@ -63,6 +65,20 @@ class LayerOptions:
     Hugging Face's LlamaRMSNorm and LlamaMLP run in turn (eager), of which backward keeps a copy of a norm's input in
     the data type of sums, what its weight multiplies, and the activated gate (transformers 4.57.6
     src/transformers/models/llama/modeling_llama.py)."""
+    tp_overlap: TensorOverlap = "none"
+    """What of tensor parallelism is sent beside products. none: nothing but the sum of an input's gradient, beside the
+    last of its products for a weight's. gradients: backward of products by columns of weights, the input is gathered
+    beside all that make its gradient, and that is summed up and scattered beside all that make those of weights, as
+    in Megatron-LM (megatron-core 0.16.1 tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication),
+    where products of one input are one. shards: that, and products of gathered tokens begin with the rank's own and go
+    on with those before and those behind: forward by columns (nanotron 0.4 parallel/tensor_parallel/functional.py,
+    _ColumnLinearAsyncCommunication), and backward by rows, as later versions have it, from memory: 0.4 gathers there
+    what other ranks make by their own rows, which is no gradient. What attention projects part by part, MLPs in tiles
+    and a loss in chunks are as with none."""
+    tp_sequence: bool = True
+    """Whether ranks that have shares of weights have some of their group's tokens each between products of these
+    (sequence parallelism, arXiv:2205.05198 §4.2.2); else all have all of them there and compute the same, and what they
+    sum up is summed up on all (arXiv:1909.08053 §3)."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -128,11 +144,11 @@ class LayerOptions:
     Megatron-LM's main_grad (megatron-core 0.16.1 distributed/distributed_data_parallel.py) and nanotron's
     FP32GradientAccumulator (0.4 optim/gradient_accumulator.py)."""
 
-    def of_scope(self, scope: str) -> dict[str, Any]:
-        """Return them by name, those of a training step only where it is one; raises InputError for such a one that is
-        set at another scope.
+    def of_scope(self, scope: str, tp: int = 1) -> dict[str, Any]:
+        """Return them by name, those of a training step only where it is one, and those of tensor parallelism only
+        where so many ranks have shares of weights; raises InputError for one of a step that is set at another scope.
         """
-        found = dataclasses.asdict(self)
+        found = dataclasses.asdict(self if tp > 1 else dataclasses.replace(self, **OF_GROUPS))
         if self.offload_from < 0 or (self.offload_from and self.activations == "hbm"):
             raise InputError(
                 f"`set` schedule.offload_from={self.offload_from}: expected 0 or more, and above 0 only where `set` "
@@ -188,13 +204,16 @@ class LayerOptions:
         return found
 
 
+OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True}
+"""Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
+
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
           "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused",
-          "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": ""}  # fmt: skip
+          "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
-OF_LAYERS = ("modules",)
+OF_LAYERS = ("modules", *OF_GROUPS)
 """What attention alone has nothing of."""
 
 OF_STEPS = (

@@ -216,6 +216,16 @@ def test_the_slowest_is_the_slowest_of_those_that_ship(seq: str, monkeypatch: py
     assert seconds[SLOWEST] == max(seconds.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "overlap"), [("megatron", "gradients"), ("nanotron", "shards"), ("torchtitan", "none")]
+)
+def test_what_it_sends_beside_products_where_ranks_have_shares_of_weights(name: str, overlap: str) -> None:
+    setup = Setup("single", **STEP, software=name, tp_degree=2)
+    assert setup.resolved().options.tp_overlap == overlap
+    assert setup.replace(set={"schedule.tp_overlap": "none"}).resolved().options.tp_overlap == "none"
+    assert setup.replace(tp_degree=1, gpus=1).resolved().options.tp_overlap == "none"
+
+
 def test_a_description_of_python() -> None:
     software = Software(said="eager norms", kernels=NORM, sources={"kernels.norm": "assumed"})
     setup = longstep.Setup("zigzag", **STEP, software=software)

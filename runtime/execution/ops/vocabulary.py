@@ -104,6 +104,10 @@ def cross_entropy(
 
 def run_logit_kernel(op: LogitKernel, given: list[Tensor], results: list[Tensor]) -> str:
     """Run a kernel of a share of the vocabulary, some rows at a time, bent logits in the data type of sums."""
+    if op.eager:
+        for logits, *others in matrices(*given, *results):
+            _run_as_loss_parallel(op, logits, [one.squeeze(-1) for one in others])
+        return "eager cross-entropy of a share of the vocabulary, as torch's loss_parallel"
     pieces = ([one.split(LOSS_ROWS) for one in piece] for piece in matrices(*given, *results))
     for logits, *others in chain.from_iterable(zip(*piece, strict=True) for piece in pieces):
         columns = [one.squeeze(-1) for one in others]
@@ -127,6 +131,31 @@ def run_logit_kernel(op: LogitKernel, given: list[Tensor], results: list[Tensor]
         bent.exp_().div_(sums.unsqueeze(-1)).scatter_add_(-1, column.unsqueeze(-1), -here.to(wide).unsqueeze(-1))
         logits.copy_(bent.mul_(slope).mul_(has.to(wide).div_(op.count).unsqueeze(-1)))
     return "eager cross-entropy of a share of the vocabulary"
+
+
+def _run_as_loss_parallel(op: LogitKernel, logits: Tensor, columns: list[Tensor]) -> None:
+    """Run a kernel's part of torch's loss_parallel, of all rows (torch 2.13 distributed/tensor/parallel/loss.py)."""
+    wide, top = columns[-1].dtype, columns[0].unsqueeze(-1)
+    bent, slope = _bent(logits.to(wide, copy=True), op)
+    if isinstance(op, LargestLogit):
+        torch.amax(bent, dim=-1, out=columns[0])
+        return
+    labels = columns[1 if isinstance(op, ExpSum) else 3]
+    column = _of_share(labels, op.first, bent.shape[1], other=0)
+    here = labels == column + op.first
+    if isinstance(op, ExpSum):
+        *_, sums, target = columns
+        shifted = bent - top
+        torch.mul(shifted.gather(-1, column.unsqueeze(-1)).squeeze(-1), here, out=target)
+        torch.sum(shifted.exp(), dim=-1, out=sums)
+        return
+    _, sums, target, *_, loss = columns
+    has, logarithm = labels != NO_LABEL, sums.log()
+    torch.mul(logarithm - target, has, out=loss)
+    found = bent.sub_(top).sub_(logarithm.unsqueeze(-1))
+    of_label = torch.zeros_like(found).scatter_(-1, column.unsqueeze(-1), -here.to(wide).unsqueeze(-1))
+    each = has.to(wide).div_(op.count).unsqueeze(-1)
+    logits.copy_(((of_label + found.exp()) * each).mul_(slope))
 
 
 def _bent(logits: Tensor, op: LogitKernel) -> tuple[Tensor, Tensor | float]:

@@ -34,12 +34,16 @@ from sim.schedule.ir.ops import (
     EagerSwiGlu,
     Embed,
     EmbedBackward,
+    ExpSum,
     Gemm,
     Hold,
     Kernel,
+    LargestLogit,
     LinearAttend,
     LinearAttendBackward,
     LinearKernel,
+    LogitKernel,
+    LogitLoss,
     Merge,
     StateSum,
     StreamingKernel,
@@ -235,6 +239,8 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     flops = op.meta.flops_per_element * elements
     if isinstance(op, CrossEntropy) and op.eager:
         return _eager_loss(op, program)
+    if isinstance(op, LogitKernel) and op.eager:
+        return _eager_share_of_loss(op, program)
     if isinstance(op, EagerNormKernel):
         return _eager_norm(op, program)
     if isinstance(op, EagerMlpKernel):
@@ -258,6 +264,28 @@ def _eager_loss(op: CrossEntropy, program: Program) -> KernelUse:
     return in_place_of(
         KernelUse(op.meta.kernel, "eager", own, (elements,), op.meta.flops_per_element * elements, 0),
         [(name, dtype, each, 1) for name, dtype, each in bytes_each],
+    )
+
+
+def _eager_share_of_loss(op: LogitKernel, program: Program) -> KernelUse:
+    """Return what torch runs of a share of the vocabulary (torch 2.13 distributed/tensor/parallel/loss.py, _log_softmax
+    and _nll_loss_and_log_softmax_backward), but for what has a number for each token.
+    """
+    own, wide = program.dtype(op.logits), program.dtype(op.top)
+    elements, size, wide_size = math.prod(op.logits.shape), DTYPE_BYTES[own], DTYPE_BYTES[wide]
+    cast = f"_to_copy {SCATTERED}"
+    made: dict[type[LogitKernel], list[tuple[str, int]]] = {
+        LargestLogit: [("amax", 1)],
+        ExpSum: [("sub", 2), ("exp", 2), ("sum", 1)],
+        LogitLoss: [("sub", 2), ("zeros", 1), ("exp", 2), ("add", 3), ("mul", 2)],
+    }
+    run: list[tuple[str, Dtype, float, float]] = [(name, wide, n * wide_size, 1) for name, n in made[type(op)]]
+    if own != wide and isinstance(op, LargestLogit):
+        run.insert(0, (cast, wide, size + wide_size, 1))
+    if own != wide and isinstance(op, LogitLoss):
+        run.append((cast, own, wide_size + size, 1))
+    return in_place_of(
+        KernelUse(op.meta.kernel, "eager", own, (elements,), op.meta.flops_per_element * elements, 0), run
     )
 
 

@@ -86,11 +86,14 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
 
 def _of_share_of_logits(op: ops.LogitKernel, program: Program) -> int:
     """Return what a kernel of a share of the vocabulary holds: of some rows a copy of the logits in the data type of
-    sums, where they are bent by tanh its derivative, too, and by row what says where the label's logit is.
+    sums, where they are bent by tanh its derivative, too, and by row what says where the label's logit is. Torch's ops
+    are of all rows, and hold what they make of that copy, too (loss_parallel).
     """
-    rows = min(LOSS_ROWS, math.prod(op.logits.shape[:2]))
+    tokens = math.prod(op.logits.shape[:2])
+    rows = tokens if op.eager else min(LOSS_ROWS, tokens)
     wide, columns = DTYPE_BYTES[program.dtype(op.writes[-1])], op.logits.shape[2]
-    copies = 2 if op.softcap and isinstance(op, ops.LogitLoss) else 1
+    copies = {ops.LargestLogit: 1, ops.ExpSum: 3, ops.LogitLoss: 4}[type(op)] if op.eager else 1
+    copies += 1 if op.softcap and isinstance(op, ops.LogitLoss) else 0
     of_row = 0 if isinstance(op, ops.LargestLogit) else 8 + 2 * wide
     return rows * (columns * wide * copies + of_row)
 

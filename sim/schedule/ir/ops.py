@@ -617,7 +617,8 @@ class LargestLogit(_Kernel, frozen=True, kw_only=True):
     """top (B, S) = the largest of the logits (B, S, V/T) of a share of the vocabulary, in the accumulation data type.
 
     This and the next two, with what sums up top, sums and target over all shares between them, are a cross-entropy of
-    logits that are divided by columns (Megatron-LM core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy).
+    logits that are divided by columns (Megatron-LM core/tensor_parallel/cross_entropy.py, VocabParallelCrossEntropy;
+    eager ones torch 2.13 distributed/tensor/parallel/loss.py, loss_parallel).
     """
 
     meta = Meta("^", "largest logit", "other", "largest_logit", 1)
@@ -627,6 +628,8 @@ class LargestLogit(_Kernel, frozen=True, kw_only=True):
     """As in CrossEntropy."""
     softcap: float | msgspec.UnsetType = msgspec.UNSET
     """As in CrossEntropy."""
+    eager: bool | msgspec.UnsetType = msgspec.UNSET
+    """By torch's ops of all tokens at once, where it is set: a cast, and the largest of each row."""
 
 
 class ExpSum(_Kernel, frozen=True, kw_only=True):
@@ -646,6 +649,8 @@ class ExpSum(_Kernel, frozen=True, kw_only=True):
     """As in CrossEntropy."""
     softcap: float | msgspec.UnsetType = msgspec.UNSET
     """As in CrossEntropy."""
+    eager: bool | msgspec.UnsetType = msgspec.UNSET
+    """As in LargestLogit: the logits less top, their exponentials, and the sum of these."""
 
 
 class LogitLoss(_Kernel, frozen=True, kw_only=True):
@@ -667,6 +672,8 @@ class LogitLoss(_Kernel, frozen=True, kw_only=True):
     """As in CrossEntropy."""
     softcap: float | msgspec.UnsetType = msgspec.UNSET
     """As in CrossEntropy."""
+    eager: bool | msgspec.UnsetType = msgspec.UNSET
+    """As in LargestLogit: the logarithms of shares, the gradient of the labels', that of logits, and a cast back."""
 
 
 class Unpack(_Kernel, frozen=True, kw_only=True):

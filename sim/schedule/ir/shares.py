@@ -62,6 +62,13 @@ class Share(NamedTuple):
         divided = tensor.divided(self.model)
         return max(1, self.of // divided.into) if divided else self.of
 
+    def sums(self, weight: Tensor, *, sequence: bool) -> bool:
+        """Return whether members that have the same of a weight have terms each of its gradient: of own tokens where
+        these are divided (``sequence``), or of own heads.
+        """
+        of_heads = weight.divided(self.model) is not None or weight.axes == ("head_dim",)
+        return self.alike(weight) > 1 and (sequence or of_heads)
+
     @property
     def vocabulary(self) -> Span:
         """The ids whose rows of the embedding, and whose logits, this member has."""

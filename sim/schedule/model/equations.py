@@ -129,6 +129,11 @@ def is_product(equation: Equation) -> bool:
     return equation.kind in {Gemm, BiasedGemm}
 
 
+def is_of_weights(equation: Equation) -> bool:
+    """Return whether all that it makes are gradients of weights."""
+    return all(tensor.kind == "weight gradient" for tensor in equation.results)
+
+
 def norm(
     x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor, *, of_heads: bool = False, frozen: bool = False
 ) -> Equation:

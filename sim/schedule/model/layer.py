@@ -119,7 +119,7 @@ def build_around(
         name=plan.name,
         workload=workload,
         mesh=mesh,
-        options=options.of_scope(workload.scope),
+        options=options.of_scope(workload.scope, mesh.tp),
         communicators=(*plan.communicators, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
         claims=_claims(plan, workload, mesh, options, block, stages),
     )
@@ -138,11 +138,6 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
         raise InputError(
             f"`tp_degree` {mesh.tp} divides the weights of layers, and scope 'attention' has none: set it to 1, or "
             f"set `scope` layer or step"
-        )
-    if mesh.tp > 1 and options.loss == "torch":
-        raise InputError(
-            f"`set` schedule.loss=torch is of logits of all of the vocabulary, and `tp_degree` {mesh.tp} divides it: "
-            f"allowed are whole, chunked and unfused"
         )
     if options.activations != "hbm" and not layers:
         raise InputError(
@@ -248,11 +243,17 @@ class _Ranks:
         layers = {number: stages.layers(number) for number in stages.chunks_of(stage)}
         own = tuple([unit for unit in units(workload) if stages.owns(stage, unit)])
         every = plan.shard(role).tokens
-        tokens, group = own_tokens(mesh, role, every, workload), Group(self.group, every) if self.group else None
+        divided = own_tokens(mesh, role, every, workload)
+        tokens = divided if options.tp_sequence else every
+        group = Group(self.group, every, options) if self.group else None
         tiling: Tiling = group.tiling if group else whole
         kept = saving(b, options.activations, self.chosen, options.offload_from, tuple(layers.values()))
         step = workload.scope == "step"
-        params = Flat(b, self.shards, options, rank, own) if step else Replicated(b, self.gradients, own, self.alike)
+        params = (
+            Flat(b, self.shards, options, rank, own)
+            if step
+            else Replicated(b, self.gradients, own, self.alike, sequence=options.tp_sequence)
+        )
         kinds = []
         for number, ((one, _), its) in enumerate(zip(workload.kinds(), self.blocks, strict=True)):
             b.workload = one
@@ -278,7 +279,7 @@ class _Ranks:
         """Return the chunks of a rank by number, each of some layers, with what these stand between."""
         of_layers, x = layers_of(self.workload), self.blocks[0].x
         if self.workload.scope != "step":
-            return {0: Chunk(of_layers, lambda: (FromOutside(b, tokens, x), ToOutside(b, tokens, x)))}
+            return {0: Chunk(of_layers, lambda: (FromOutside(b, tokens, x, group), ToOutside(b, tokens, x, group)))}
         options, stages, found = self.options, self.stages, dict[int, Chunk]()
         tiling: Tiling = group.tiling if group else whole
         first, last = ends_of(self.workload)
@@ -325,12 +326,17 @@ def _claims(
         mesh.tp * dp * sum(of(one) * count for work in passes for one, count in work.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
-    of_group = layers * sent_bytes(workload, mesh.tp, written) if workload.scope != "attention" else 0
+    sent_by_group = partial(sent_bytes, workload, mesh.tp, written, sequence=options.tp_sequence)
+    of_group = layers * sent_by_group() if workload.scope != "attention" else 0
     of_group += ends_bytes(workload, mesh.tp, options) if step else 0
     wire_bytes = sent + dp * (layers * mesh.tp * laid_out + of_group + stages.handed_bytes(workload))
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
-    of_weights = moved_bytes(workload, mesh, options) if step else Replicated.reduced_bytes(workload, mesh)
+    of_weights = (
+        moved_bytes(workload, mesh, options)
+        if step
+        else Replicated.reduced_bytes(workload, mesh, sequence=options.tp_sequence)
+    )
     return Claims(
         attention_flops=flops,
         gemm_flops=dp * gemms,

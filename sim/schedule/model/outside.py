@@ -60,12 +60,22 @@ class Exit(Protocol):
         ...
 
 
+def _leave(b: ProgramBuilder, tensor: Tensor, tokens: Tokens, view: View, group: Group | None) -> None:
+    """Declare what a rank leaves of a tensor: its tokens, or of those that ranks of a group have alike its own."""
+    if group:
+        group.leave(b, tensor, view)
+    else:
+        b.output_of(tensor, tokens, view)
+
+
 class FromOutside(NamedTuple):
     """Activations come from outside, and their gradients are left there."""
 
     b: ProgramBuilder
     tokens: Tokens
     x: Tensor
+    group: Group | None = None
+    """The ranks that have shares of weights."""
 
     def forward(self) -> View:
         """See Entry."""
@@ -73,7 +83,7 @@ class FromOutside(NamedTuple):
 
     def backward(self, first: View, /) -> None:
         """See Entry."""
-        self.b.output_of(d(self.x), self.tokens, first)
+        _leave(self.b, d(self.x), self.tokens, first, self.group)
 
 
 class ToOutside(NamedTuple):
@@ -82,10 +92,12 @@ class ToOutside(NamedTuple):
     b: ProgramBuilder
     tokens: Tokens
     x: Tensor
+    group: Group | None = None
+    """As in FromOutside."""
 
     def forward(self, last: View, /) -> None:
         """See Exit."""
-        self.b.output_of(self.x.later(self.b.workload.layers), self.tokens, last)
+        _leave(self.b, self.x.later(self.b.workload.layers), self.tokens, last, self.group)
 
     def backward(self) -> View:
         """See Exit."""
@@ -139,7 +151,8 @@ class Loss(_End):
         self._head, self._layers = head_of(b.workload.model, modules), b.workload.layers
         self._chunked = form == "chunked"
         self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
-        self._scored = (by_torch(scored),) if form == "torch" else (scored,)
+        scoring = SCORED_BY_SHARES if group else (scored,)
+        self._scored = tuple(map(by_torch, scoring)) if form == "torch" else scoring
         self._kept: Values = {}
         self._weights: Values = {}
         self.handed_over: Values = {}
@@ -155,9 +168,7 @@ class Loss(_End):
         given = self._b.input_of(labels.later(layer), self._every)
         self._weights = self._params.gather(self._unit)
         self._kept = self._b.call("loss", layer, self._score, last, given, self._weights)
-        losses = self._kept.pop(loss)
-        losses = self._group.own(self._b, losses) if self._group else losses
-        self._b.output_of(loss.later(layer), self._tokens, losses)
+        _leave(self._b, loss.later(layer), self._tokens, self._kept.pop(loss), self._group)
 
     def _score(self, last: View, given: View, weights: Values) -> Values:
         if self._chunked:
@@ -176,7 +187,7 @@ class Loss(_End):
             for equation in self._scored:
                 rows.write(equation)
             return
-        largest, exponentials, scored_by_shares = SCORED_BY_SHARES
+        largest, exponentials, scored_by_shares = self._scored
         rows.write(largest)
         self._group.reduced(rows.b, top, rows.values[top], largest=True)
         rows.write(exponentials)

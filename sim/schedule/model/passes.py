@@ -17,7 +17,7 @@ from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
 from sim.schedule.model.checkpoint import Checkpoint, checkpoint
-from sim.schedule.model.equations import Around, Block, Equation
+from sim.schedule.model.equations import Around, Block, Equation, is_of_weights
 from sim.schedule.model.projections import Projections, chains
 from sim.schedule.model.saving import Saving, Visit
 from sim.schedule.model.scope import Unit
@@ -199,7 +199,7 @@ class LayerWriter(NamedTuple):
 
     def _write_of_inputs(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
         """Append those that do not make gradients of weights alone; others' gradients of weights stay in ``values``."""
-        rest = tuple([one for one in equations if not _is_of_weights(one)])
+        rest = tuple([one for one in equations if not is_of_weights(one)])
         for _ in self.tiling(rest, TokenWriter(self.b, layer, tokens, values)):
             pass
 
@@ -210,9 +210,5 @@ def written_backward(block: Block, *, apart: bool) -> list[tuple[Equation, ...]]
     """
     if not apart:
         return [*block.backward]
-    of_inputs = [tuple([one for one in part if not _is_of_weights(one)]) for part in block.backward]
-    return [*of_inputs, tuple([one for part in block.backward for one in part if _is_of_weights(one)])]
-
-
-def _is_of_weights(equation: Equation) -> bool:
-    return all(tensor.kind == "weight gradient" for tensor in equation.results)
+    of_inputs = [tuple([one for one in part if not is_of_weights(one)]) for part in block.backward]
+    return [*of_inputs, tuple([one for part in block.backward for one in part if is_of_weights(one)])]

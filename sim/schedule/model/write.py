@@ -50,7 +50,7 @@ class TokenWriter(NamedTuple):
         views: dict[str, Any] = {name: values[tensor] for name, tensor in zip(read, equation.operands, strict=False)}
         written = [name for name, mark in fields.items() if mark.is_written]
         for name, tensor in zip(written, equation.results, strict=True):
-            values[tensor] = views[name] = views.get(name) or values.get(tensor) or self._new(tensor)
+            values[tensor] = views[name] = views.get(name) or values.get(tensor) or self.new(tensor)
         settings: dict[str, Any] = {
             "epsilon": model.norm_epsilon,
             "theta": model.rope_theta,
@@ -68,6 +68,7 @@ class TokenWriter(NamedTuple):
             self.b.add(Accumulate(label=f"add {tensor.name}", source=values[tensor], into=into))
             values[tensor] = into
 
-    def _new(self, tensor: Tensor) -> View:
+    def new(self, tensor: Tensor) -> View:
+        """Return a new buffer for a tensor: of its tokens, or all rows of a weight."""
         rows = tensor.rows(self.b.workload.model) if tensor.of_weight else self.tokens
         return self.b.new(tensor.later(self.layer), num_tokens(rows))

@@ -14,6 +14,7 @@ from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor, d
+from sim.schedule.model.block import x
 from sim.schedule.model.ends import ids, labels
 from sim.schedule.model.scope import tensor_of, trained, units, updated
 from sim.schedule.proof.contents import Content, spell, union
@@ -27,7 +28,7 @@ def check_owners(schedule: Schedule) -> None:
     check_tokens([port for program in programs for port in program.outputs], workload, sequences)
     if schedule.header.claims:
         inputs = [port for program in programs for port in program.inputs]
-        inputs = inputs if schedule.header.members == 1 else without_copies(inputs, {ids.name, labels.name})
+        inputs = inputs if schedule.header.members == 1 else without_copies(inputs, _OF_GROUP)
         check_tokens(inputs if workload.forward else without_replicas(inputs), workload, sequences)
         check_shards(programs, workload, schedule.header.members)
 
@@ -73,6 +74,10 @@ def without_copies(ports: Sequence[Port], tensors: Collection[str]) -> list[Port
     """Return inputs without copies of some tensors that several ranks are given."""
     copies = {(port.tensor, port.batch, port.tokens, port.heads): port for port in ports if port.tensor in tensors}
     return [*copies.values(), *(port for port in ports if port.tensor not in tensors)]
+
+
+_OF_GROUP = {ids.name, labels.name, x.name, d(x).name}
+"""What all ranks of a tensor-parallel group may be given."""
 
 
 class _Shard(NamedTuple):

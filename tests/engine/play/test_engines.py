@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -27,9 +28,11 @@ from sim.engine.play.simulate import STEADY, Jitter, simulate
 from sim.native.library import UnavailableError, load
 from sim.schedule.ir.ops import Accumulate, AllReduce, Exchange, HostAdamW, HostSync, Message
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
-from sim.schedule.proof.check import Checked
+from sim.schedule.methods.catalog import SCHEDULES
+from sim.schedule.proof.check import Checked, check
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
+from sim.words.options import TensorOverlap
 from sim.words.profile import Profile, load_profile
 from sim.words.workload import Dtype, Workload, load_model
 from tests.helpers import DRAWN, OFFLOADED, make_checked, make_model, uses_host_memory
@@ -204,6 +207,16 @@ def test_both_engines_play_random_programs_alike(
     per_gpu = {number: PerGpu(speed=speed) for number, speed in enumerate(speeds)}
     spec = msgspec.structs.replace(spec, gpu=gpu, nvlink=link, per_gpu=per_gpu)
     require_equal(Cell(Checked(schedule), Cluster(spec), None, Jitter(share, 1)))
+
+
+@requires_compiler
+@pytest.mark.parametrize(("overlap", "sequence"), [("none", True), ("shards", True), ("gradients", False)])
+def test_both_engines_play_tensor_parallelism_alike(overlap: TensorOverlap, sequence: bool) -> None:
+    workload = Workload(model=make_model(8, 4), seq=1024, dtype="bf16", scope="step", layers=2)
+    entry = SCHEDULES["ring"]
+    options = dataclasses.replace(entry.options, tp_overlap=overlap, tp_sequence=sequence)
+    checked = check(entry.schedule(workload, Mesh(tp=4, ring=2), options))
+    require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), load_profile("h100-sxm"), Jitter(0.1, 1)))
 
 
 def all_at_once(ranks: int, times: int) -> Schedule:

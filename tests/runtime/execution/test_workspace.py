@@ -4,6 +4,7 @@ tensors, which have shapes and no values, with the kernels of CUDA.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any, NamedTuple
 
@@ -35,13 +36,19 @@ from sim.schedule.ir.ops import (
     EagerNormBackward,
     EagerSwiGlu,
     EagerSwiGluBackward,
+    ExpSum,
     Kernel,
+    LargestLogit,
+    LogitKernel,
+    LogitLoss,
     TiledKernel,
     TiledMlp,
     TiledMlpBackward,
 )
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked, check
+from sim.words.mesh import Mesh
 from sim.words.workload import DTYPE_BYTES, Dtype, QkNormName, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_model, slow_but
 from tests.runtime.execution.test_kernels import llama_norm
@@ -180,6 +187,21 @@ def test_eager_modules_hold_what_is_said(rank: Any, qk_norm: QkNormName, dtype: 
     found = [one for one in held(checked, {}) if isinstance(one.op, EAGER)]
     assert {type(one.op) for one in found} >= {EagerNorm, EagerNormBackward, EagerSwiGlu, EagerSwiGluBackward}
     assert [(one.op.label, one.seen) for one in found] == [(one.op.label, one.said) for one in found]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_loss_of_shares_by_torch_holds_what_is_said(dtype: Dtype) -> None:
+    """Of 128 tokens of 32 logits: in fp32 a copy, three and four of these (torch's loss_parallel), and some numbers of
+    each token.
+    """
+    workload = Workload(model=make_model(8, 4, head_dim=64), seq=64, dtype=dtype, layers=1, scope="step", batch=2)
+    options = dataclasses.replace(SCHEDULES["single"].options, loss="torch")
+    checked = check(SCHEDULES["single"].schedule(workload, Mesh(tp=4), options))
+    found = {type(one.op): one for one in held(checked, {}) if isinstance(one.op, LogitKernel)}
+    of_all = 128 * 32 * 4
+    assert {kind: one.said // of_all for kind, one in found.items()} == {LargestLogit: 1, ExpSum: 3, LogitLoss: 4}
+    for one in found.values():
+        assert abs(one.seen - one.said) <= 128 * 32, one.op.label
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -169,10 +169,17 @@ def test_steps_in_chunks(ranks: Callable[[int], Session], pipeline: str) -> None
     step_equals_the_reference(ranks(2), make_step("fpdt", 2, step(), chunk=8, **options))
 
 
-@pytest.mark.parametrize("loss", slow_but({"whole"}, ["whole", "chunked", "unfused"]))
-def test_steps_whose_weights_are_shared_out(ranks: Callable[[int], Session], loss: str) -> None:
+SHARED_OUT: dict[str, dict[str, Any]] = {
+    "whole": {}, "chunked": {"loss": "chunked"}, "unfused": {"loss": "unfused"},
+    "own shards first": {"loss": "torch", "tp_overlap": "shards"},
+    "all tokens on all": {"tp_sequence": False, "tp_overlap": "gradients"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", slow_but({"whole"}, SHARED_OUT))
+def test_steps_whose_weights_are_shared_out(ranks: Callable[[int], Session], chosen: str) -> None:
     """Two sequences at a time, of which what is gathered is copied; the largest logits are all-reduced."""
-    options = dataclasses.replace(SCHEDULES["single"].options, loss=loss)
+    options = dataclasses.replace(SCHEDULES["single"].options, **SHARED_OUT[chosen])
     schedule = SCHEDULES["single"].schedule(step(batch=2), Mesh(tp=2), options)
     step_equals_the_reference(ranks(2), check(schedule))
 

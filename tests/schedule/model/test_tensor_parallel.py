@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,29 +12,39 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
+from sim.engine.play.simulate import simulate
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AllGather, Copy, Gemm, ReduceScatter
+from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Gemm, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
-from sim.schedule.ir.views import Split
+from sim.schedule.ir.views import TOKENS, Split
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
+from sim.words.options import TensorOverlap
 from sim.words.workload import Workload
 from tests.helpers import make_model, sweep_but
 from tests.schedule.proof.test_check_catches import refuses
+from topology.cluster import Cluster, load_cluster
 
 MESHES = {"2 ranks": Mesh(tp=2), "4 ranks": Mesh(tp=4), "rings of 2": Mesh(tp=2, ring=2)}
 
 
-def layers(mesh: str = "2 ranks", **fields: Any) -> Schedule:
+def layers(
+    mesh: str = "2 ranks", tp_overlap: TensorOverlap = "none", *, tp_sequence: bool = True, **fields: Any
+) -> Schedule:
+    dtype = fields.pop("dtype", "fp64")
     model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=24, **fields)
-    workload = Workload(model=model, seq=32, dtype="fp64", scope="layer", layers=2)
-    return SCHEDULES["ring" if "ring" in mesh else "single"].schedule(workload, MESHES[mesh])
+    workload = Workload(model=model, seq=32, dtype=dtype, scope="layer", layers=2)
+    entry = SCHEDULES["ring" if "ring" in mesh else "single"]
+    options = dataclasses.replace(entry.options, tp_overlap=tp_overlap, tp_sequence=tp_sequence)
+    return entry.schedule(workload, MESHES[mesh], options)
 
 
 @pytest.mark.parametrize("mesh", sweep_but({"2 ranks", "rings of 2"}, MESHES))
 def test_layers_are_proved_and_exact(mesh: str) -> None:
     is_exact(layers(mesh))
+    is_exact(layers(mesh, "shards"))
+    is_exact(layers(mesh, "gradients", tp_sequence=False))
 
 
 @pytest.mark.sweep
@@ -61,6 +72,92 @@ def test_collectives_of_a_layer() -> None:
         *(("backward", AllGather, 4), ("backward", ReduceScatter, 2)),
     ):
         assert sum(isinstance(op, kind) and op.part == part for op in ops) == 2 * count, (part, kind)
+
+
+def test_sums_on_all_ranks() -> None:
+    """arXiv:1909.08053 §3: two all-reduces forward and two backward, of all tokens; a ring sends 2 (T-1)/T of them from
+    each rank. The gradients of norms are those of all tokens at once.
+    """
+    for mesh, ranks in (("2 ranks", 2), ("4 ranks", 4)):
+        schedule = layers(mesh, tp_sequence=False)
+        ops = [op for op in schedule.program(0).ops if isinstance(op, Collective)]
+        assert [op.label for op in ops if op.part == "forward"] == 2 * ["sum middle", "sum x"]
+        assert [op.label for op in ops if op.part == "backward"] == 2 * ["sum dh2", "sum dh1"]
+        assert {type(op) for op in ops} == {AllReduce}
+        assert schedule.header.claims
+        assert schedule.header.claims.wire_bytes == 2 * 4 * 2 * (ranks - 1) * 32 * 32 * 8
+
+
+def test_what_ranks_hold_of_norms() -> None:
+    """All tokens of what is between products of shares, or those of a rank."""
+    for sequence, tokens in ((True, 16), (False, 32)):
+        buffers = layers(tp_sequence=sequence).program(0).buffers
+        held = {buffer.name: buffer.shape for buffer in buffers if buffer.category == "saved"}
+        assert held["h1"] == held["middle"] == held["x"] == (1, tokens, 32)
+        assert held["act"] == (1, 32, 12)
+
+
+def test_gradients_of_norms_that_all_ranks_have_are_not_summed_again() -> None:
+    schedule = layers(tp_sequence=False)
+
+    def summed(rank: int) -> Program:
+        program = schedule.program(rank)
+        at = next(at for at, op in enumerate(program.ops) if op.label == "back through norm1")
+        (_, gradient) = program.ops[at].writes
+        again = AllReduce(part="backward", label="sum dnorm1", communicator="tp", view=gradient)
+        return program.replace(ops=(*program.ops[: at + 1], again, *program.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, summed), "dnorm1.* would count tokens 0..32 twice")
+
+
+def in_order(overlap: TensorOverlap, *tensors: str) -> list[str]:
+    """Return the products and what is sent in the backward pass of a layer, of those that name one of some tensors."""
+    ops = layers(tp_overlap=overlap).program(0).ops
+    found = [op.label for op in ops if op.part == "backward" and isinstance(op, Gemm | AllGather | ReduceScatter)]
+    named = [label for label in found if label.split()[-1] in tensors]
+    return named[: len(named) // 2]
+
+
+def test_what_is_sent_beside_products_of_gradients() -> None:
+    """Of one input: it is gathered before the products for its gradient, which is summed before those of weights."""
+    of_mlp = ("h2", "dh2", "w_gate", "w_up", "dw_gate", "dw_up")
+    led, learned = ["back through w_gate", "back through w_up"], ["gradient dw_gate", "gradient dw_up"]
+    for overlap in ("gradients", "shards"):
+        assert in_order(overlap, *of_mlp) == ["gather h2", *led, "sum dh2", *learned]
+    assert in_order("none", *of_mlp) == [led[0], "gather h2", learned[0], led[1], "sum dh2", learned[1]]
+    of_rows = ["gather dx", "back through w_down", "gradient dw_down"]
+    assert in_order("gradients", "dx", "w_down", "dw_down") == of_rows
+    assert in_order("shards", "dx", "w_down", "dw_down") == [*of_rows[:2], *of_rows[1:]]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_products_of_own_tokens_come_first(rank: int) -> None:
+    """Of 32 tokens 8 are a rank's own: products of these are issued before all are there, those of others behind."""
+    program = layers("4 ranks", "shards").program(rank)
+    for label, of_layer in (("w_up", 2), ("back through w_down", 2)):
+        found = [op.out.slices[TOKENS] for op in program.ops if isinstance(op, Gemm) and op.label == label]
+        own, others = (8 * rank, 8 * rank + 8), [(0, 8 * rank), (8 * rank + 8, 32)]
+        assert found == of_layer * [own, *(span for span in others if span[0] < span[1])]
+
+
+@pytest.mark.parametrize("overlap", ["none", "gradients", "shards"])
+def test_what_runs_meanwhile(overlap: TensorOverlap) -> None:
+    """A gather of the backward pass, the sum behind it, and gathers before products of own tokens, each with the next
+    product.
+    """
+    checked = check(layers(tp_overlap=overlap, dtype="bf16"))
+    trace = simulate(checked, Cluster(load_cluster("hgx-h100")), None).trace
+    rows = [row for row in trace.rows if row.rank == 0]
+
+    def meets(part: str, sent: str, product: str) -> bool:
+        at = next(at for at, row in enumerate(rows) if (row.part, row.label) == (part, sent))
+        beside = next(row for row in rows[at:] if row.label == product)
+        return beside.begin_s < rows[at].end_s
+
+    assert meets("backward", "gather h2", "back through w_gate") == (overlap != "none")
+    assert meets("backward", "sum dh2", "gradient dw_gate") == (overlap != "none")
+    assert meets("forward", "gather h2", "w_gate") == meets("backward", "gather dx", "back through w_down")
+    assert meets("forward", "gather h2", "w_gate") == (overlap == "shards")
 
 
 def changed(change: Callable[[Program], Program]) -> Schedule:

@@ -62,6 +62,14 @@ def test_every_schedule_takes_shares_of_weights(name: str, scope: str) -> None:
     is_exact(step(name, MESHES.get(name, Mesh(tp=2, ring=4)), scope=scope))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", [{}, {"tp_overlap": "shards"}, {"tp_sequence": False, "tp_overlap": "gradients"}])
+@pytest.mark.parametrize("name", NAMED)
+def test_every_schedule_takes_every_way_to_send(name: str, chosen: dict[str, Any]) -> None:
+    for scope in ("layer", "step"):
+        is_exact(step(name, MESHES.get(name, Mesh(tp=2, ring=4)), scope=scope, **chosen))
+
+
 CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "replicas": (Mesh(tp=2, dp=2), {}),
     "replicas, shards padded": (Mesh(tp=2, dp=3), {"zero_stage": 1}),
@@ -72,6 +80,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "micro-batches of two sequences": (Mesh(tp=2, dp=2), {"micro_batches": 2, "batch": 4, "sync": "last"}),
     "optimiser on the host": (Mesh(tp=2, dp=2), {"optimiser": "host", "weights": "host"}),
     "chunks of the loss": (Mesh(tp=2), {"loss": "chunked", "batch": 2, "vocab_size": 400}),
+    "torch's loss": (Mesh(tp=4), {"loss": "torch", "logit_softcap": 2.0, "batch": 2}),
     "logits in fp32": (Mesh(tp=2), {"loss": "unfused", "logit_softcap": 2.0, "logit_scale": 0.5}),
     "one weight for both ends": (Mesh(tp=2, dp=2), {"tied_embeddings": True, "embedding_scale": 2.0}),
     "all kept, eager": (Mesh(tp=2), {"checkpoint": "none", "modules": "eager", "biases": ("qkv",)}),
@@ -83,14 +92,31 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "norms of q and k": (Mesh(tp=4, dp=2), {"qk_norm": "head"}),
     "eager norms of q and k": (Mesh(tp=2), {"qk_norm": "head", "modules": "eager"}),
     "one key/value head": (Mesh(tp=4, dp=2), {"num_kv_heads": 1, "zero_stage": 1}),
+    "sent beside gradients": (Mesh(tp=4, dp=2), {"tp_overlap": "gradients", "biases": ("qkv",), "zero_stage": 1}),
+    "own shards first": (Mesh(tp=4), {"tp_overlap": "shards", "biases": ("qkv",), "batch": 2}),
+    "own shards first, one norm before both": (Mesh(tp=2), {"tp_overlap": "shards", "parallel_residual": True}),
+    "own shards first, tiles": (Mesh(tp=2), {"tp_overlap": "shards", "mlp": "tiled", "tied_embeddings": True}),
+    "all tokens on all": (Mesh(tp=4, dp=2), {"tp_sequence": False, "checkpoint": "none", "zero_stage": 1, "batch": 2}),
+    "all tokens on all, beside gradients": (Mesh(tp=2), {"tp_sequence": False, "tp_overlap": "shards",
+                                                        "loss": "chunked", "embedding_scale": 2.0,
+                                                        "vocab_size": 400, "tied_embeddings": True}),
+    "all tokens on all, few heads": (Mesh(tp=4), {"tp_sequence": False, "num_kv_heads": 2, "biases": ("qkv",)}),
+    "all tokens on all, one head": (Mesh(tp=4, dp=2), {"tp_sequence": False, "num_kv_heads": 1, "shards": "replica"}),
+    "all tokens on all, norms of q and k": (Mesh(tp=4, dp=2), {"tp_sequence": False, "qk_norm": "head"}),
+    "all tokens on all, one norm before both": (Mesh(tp=2), {"tp_sequence": False, "parallel_residual": True,
+                                                            "mlp": "tiled", "loss": "unfused"}),
+    "all tokens on all, stages": (Mesh(tp=2, pp=2), {"tp_sequence": False, "pipeline_schedule": "zb-h1",
+                                                    "micro_batches": 3, "batch": 3, "zero_stage": 0}),
+    "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
+                                                   "micro_batches": 3, "batch": 3}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "case",
     by_tier(
-        {"replicas", "chunks of the loss", "two members a key/value head"},
-        {"as nanotron", "one weight for both ends", "norms of q and k"},
+        {"replicas", "chunks of the loss", "two members a key/value head", "own shards first", "all tokens on all"},
+        {"as nanotron", "one weight for both ends", "norms of q and k", "all tokens on all, stages"},
         CASES,
     ),
 )
@@ -130,6 +156,11 @@ def test_all_members_on_one_device() -> None:
     is_exact(on_one_device(check(step("ring", Mesh(tp=2, ring=2)))))
 
 
+def test_where_ranks_have_whole_weights_nothing_is_sent_beside_products() -> None:
+    changed = [{}, {"tp_overlap": "shards"}, {"tp_sequence": False}]
+    assert len({step("ring", Mesh(ring=2), **chosen).hash for chosen in changed}) == 1
+
+
 def test_members_hold_their_shares() -> None:
     """Of four members a quarter of what is divided, and all of the norms."""
     for mesh in (Mesh(tp=4), Mesh(tp=4, dp=2)):
@@ -141,7 +172,9 @@ def test_members_hold_their_shares() -> None:
         states = [port for port in schedule.program(3).inputs if port.tensor.endswith("parameters")]
         whole = sum(map(share.size, flats))
         assert sum(math.prod(port.view.shape) for port in states) == whole // mesh.dp
-        assert footprint(schedule.header).states_bytes == 8 * (3 * whole // mesh.dp + 2 * whole)
+        found = footprint(schedule.header)
+        assert found.states_bytes == 8 * (3 * whole // mesh.dp + 2 * whole)
+        assert found.saved_bytes == 2 * 12 * model.embed_dim * 8
         counted = [share.counted(flat, share.rows(flat)) for flat in flats]
         assert sum(span.size for spans in counted for span in spans) == sum(map(share.size, flats)) - norms
 
@@ -281,7 +314,6 @@ def test_the_flat_share_of_another_member() -> None:
         (Mesh(tp=8), {"qk_norm": "head"}, "norms of 4 key/value heads that several ranks have of test8:4 are not"),
         (Mesh(tp=2), {"biases": ("out",)}, "biases behind sums over ranks of test8:4 are not computed in parts yet"),
         (Mesh(tp=2), {"lora_rank": 2}, "adapters of test8:4 are not computed in parts yet"),
-        (Mesh(tp=2), {"loss": "torch"}, "schedule.loss=torch is of logits of all of the vocabulary"),
         (Mesh(tp=2), {"scope": "attention", "layers": 1}, "`tp_degree` 2 divides the weights of layers"),
     ],
 )

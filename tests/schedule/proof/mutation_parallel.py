@@ -65,8 +65,10 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
     micro = draw.choice((1, 1, 2))
     workload = Workload(model=model, seq=24, batch=micro, dtype="fp64", scope="layer", layers=2)
     said = f"{name}, {mesh.named()}, {model.num_kv_heads} key/value heads, {fields}"
+    beside = _beside(draw)
     if draw.random() < 0.4:
-        return f"{said}, B {micro}", check(SCHEDULES[name].schedule(workload, mesh))
+        options = dataclasses.replace(SCHEDULES[name].options, **beside)
+        return f"{said}, B {micro}, {beside}", check(SCHEDULES[name].schedule(workload, mesh, options))
     chosen: dict[str, Any] = {
         "zero_stage": draw.choice((0, 1, 2, 3)),
         "sync": draw.choice(("every", "last")),
@@ -74,10 +76,15 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
         "checkpoint": draw.choice(("full", "none", "attention")),
         "shards": draw.choice(("all", "replica")),
         "micro_batches": micro,
-    }
+    } | beside
     options = dataclasses.replace(SCHEDULES[name].options, **chosen)
     workload = msgspec.structs.replace(workload, scope="step")
     return f"{said}, {chosen}", check(SCHEDULES[name].schedule(workload, mesh, options))
+
+
+def _beside(draw: Random) -> dict[str, Any]:
+    """Return how ranks that have shares of weights send."""
+    return {"tp_overlap": draw.choice(("none", "gradients", "shards")), "tp_sequence": draw.random() < 0.6}
 
 
 def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
@@ -90,12 +97,13 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
         "loss": draw.choice(("whole", "chunked")),
         "host_waits": draw.choice(("never", "micro-batch")),
         "activations": draw.choice(("hbm", "hbm", "save-on-cpu")),
+        **_beside(draw),
         "pipeline_schedule": pipeline,
         "pipeline_layers": layers,
         "pipeline_chunks": 1 if PIPELINES[pipeline].chunks else len(split) // stages,
         "micro_batches": 4 if len(split) > stages else 3,
     }
-    mesh = Mesh(pp=stages, ring=draw.choice((1, 1, 2)))
+    mesh = Mesh(pp=stages, ring=draw.choice((1, 1, 2)), tp=draw.choice((1, 1, 2)))
     tied = draw.random() < 0.3 and PIPELINES[pipeline].last_stage(stages) > 0
     model = msgspec.structs.replace(make_model(4, 2, head_dim=4), ffn_dim=12, vocab_size=40, tied_embeddings=tied)
     workload = Workload(
@@ -103,4 +111,4 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
     )
     entry = NAMED["ring" if mesh.ring > 1 else "single"]
     options = dataclasses.replace(entry.options, checkpoint="none", **chosen)
-    return f"pp {stages}, ring {mesh.ring}, tied {tied}, {chosen}", check(entry.schedule(workload, mesh, options))
+    return f"{mesh.named()}, tied {tied}, {chosen}", check(entry.schedule(workload, mesh, options))

@@ -144,9 +144,13 @@ class Stages:
         return self._pipeline.stage_of(number, self._mesh.pp)
 
     def handed_bytes(self, workload: Workload) -> int:
-        """Return what stages of one replica send each other: B S E elements over each border, forward and back."""
+        """Return what stages of one replica send each other: B S E elements over each border, forward and back; or from
+        each rank of a tensor-parallel group, where all have all tokens (megatron-core 0.16.1
+        pipeline_parallel/schedules.py, get_tensor_shapes).
+        """
         borders = sum(self.stage_of(number) != self.stage_of(number + 1) for number in range(len(self.split) - 1))
         of_one = workload.batch * workload.seq * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
+        of_one *= 1 if self._options.tp_sequence else self._mesh.tp
         return borders * of_one * (workload.forward + workload.backward)
 
 

@@ -2,7 +2,9 @@
 
 Kernels of what is divided have all tokens of the group and a share of the weights; all others have some of the tokens
 and whole weights (sequence parallelism, arXiv:2205.05198 §4.2.2). So tokens are gathered before the former, and what
-these leave, sums that lack the terms of other shares, is summed up and scattered.
+these leave, sums that lack the terms of other shares, is summed up and scattered. Where all others have all tokens,
+too (``LayerOptions.tp_sequence``), it is summed up on all members. ``LayerOptions.tp_overlap`` says beside which
+products.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import TOKENS, Split, View
 from sim.schedule.model.ends import embedding_of, head_of
-from sim.schedule.model.equations import Equation, back
+from sim.schedule.model.equations import Equation, back, is_of_weights, is_product
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
@@ -76,33 +78,86 @@ class Group(NamedTuple):
     over: Communicator
     every: Tokens
     """The tokens of the group; a rank's own are a part of them, in the order of its members."""
+    options: LayerOptions = LayerOptions()
 
     def tiling(self, equations: tuple[Equation, ...], rows: TokenWriter) -> Iterator[Tensor]:
         """See Tiling: kernels of shares take all tokens of the group at once, others all own ones."""
         model, values = rows.b.workload.model, rows.values
-        wide = [is_divided(one, model) for one in equations]
-        last = {made: at for at, one in enumerate(equations) if wide[at] for made in one.results}
+        last = {made: one for one in equations if is_divided(one, model) for made in one.results}
         of_all: Values = {}
         """Of all tokens of the group: what is gathered, and sums that lack terms."""
-        for at, equation in enumerate(equations):
-            if not wide[at]:
-                rows.write(equation)
-                yield from equation.results
+        every = rows._replace(tokens=self.every, values=of_all)
+        for some in self._together(equations, model):
+            if not is_divided(some[0], model):
+                rows.write(some[0])
+                yield from some[0].results
                 continue
-            for tensor in equation.operands:
-                if is_own(tensor, model) and tensor not in of_all:
-                    of_all[tensor] = self.gathered(rows.b, tensor.later(rows.layer), values[tensor])
             of_all |= {tensor: view for tensor, view in values.items() if not is_own(tensor, model)}
-            begins = equation.adds and equation.results[0] not in of_all
-            rows._replace(tokens=self.every, values=of_all).write(equation._replace(adds=False) if begins else equation)
-            for tensor in equation.results:
-                if not is_own(tensor, model):
-                    values[tensor] = of_all[tensor]
-                elif last[tensor] == at:
-                    self.add(rows, tensor, of_all.pop(tensor))
-                else:
-                    continue
+            used = dict.fromkeys(tensor for one in some for tensor in one.operands if is_own(tensor, model))
+            to_come = [tensor for tensor in used if tensor not in of_all]
+            in_shards = self._begins_with_own and to_come and _widens(some[0], model)
+            if in_shards:
+                self._write_by_shards(some, every, values[to_come[0]])
+            else:
+                of_all |= {one: self.gathered(rows.b, one.later(rows.layer), values[one]) for one in to_come}
+            summed: Values = {}
+            for one in sorted(some, key=is_of_weights):
+                if not in_shards:
+                    begins = one.adds and one.results[0] not in of_all
+                    every.write(one._replace(adds=False) if begins else one)
+                for tensor in one.results:
+                    if not is_own(tensor, model):
+                        values[tensor] = of_all[tensor]
+                        yield tensor
+                    elif last[tensor] is one:
+                        summed[tensor] = self.scattered(rows.b, tensor.later(rows.layer), of_all.pop(tensor))
+            for tensor, view in summed.items():
+                self._put(rows, tensor, view)
                 yield tensor
+
+    def _together(self, equations: tuple[Equation, ...], model: ModelSpec) -> Iterator[tuple[Equation, ...]]:
+        """Yield equations that are written together: where products overlap with what they send, those of one input;
+        and those that lead back to one, with what makes the gradients of their weights behind them.
+        """
+        stop = 0
+        while stop < len(equations):
+            start, first = stop, equations[stop]
+            stop += 1
+            if self._begins_with_own and _widens(first, model):
+                while stop < len(equations) and _widens(equations[stop], model, first.operands[0]):
+                    stop += 1
+            elif self.options.tp_overlap != "none" and _narrows_back(first, model):
+                while stop < len(equations) and _goes_with(equations[stop], first, model):
+                    stop += 1
+            yield equations[start:stop]
+
+    @property
+    def _begins_with_own(self) -> bool:
+        """Whether products of gathered tokens begin with own ones."""
+        return self.options.tp_sequence and self.options.tp_overlap == "shards"
+
+    def _write_by_shards(self, some: tuple[Equation, ...], every: TokenWriter, own: View) -> None:
+        """Append products of one tensor: of own tokens while those of other members are gathered, then of those before
+        and those behind, into what they make of all tokens.
+        """
+        tensor, of_all = some[0].operands[0], every.values
+        whole, arrived = self._gather(every.b, tensor.later(every.layer), own)
+        of_all |= {made: every.new(made) for one in some for made in one.results}
+        first, size = self.over.position(every.b.rank) * own.shape[TOKENS], num_tokens(self.every)
+        last = first + own.shape[TOKENS]
+        for one in some:
+            self._write_rows(one, every, first, last, {tensor: own})
+        of_all[tensor] = self._in_order(every.b, tensor, whole, arrived)
+        for one in some:
+            for start, stop in ((0, first), (last, size)):
+                if start < stop:
+                    self._write_rows(one, every, start, stop, {tensor: of_all[tensor][:, start:stop]})
+
+    def _write_rows(self, one: Equation, every: TokenWriter, start: int, stop: int, given: Values) -> None:
+        """Append an equation of some of all tokens, which are given."""
+        made = {tensor: every.values[tensor][:, start:stop] for tensor in one.results}
+        weights = {tensor: every.values[tensor] for tensor in one.operands if tensor.of_weight}
+        every._replace(tokens=cut(self.every, start, stop), values={**weights, **given, **made}).write(one)
 
     def spread(self, rows: TokenWriter, tensors: tuple[Tensor, ...]) -> Values:
         """Return the values of all tokens of the group: some tensors, having gathered them, what is divided, and all
@@ -114,25 +169,41 @@ class Group(NamedTuple):
 
     def add(self, rows: TokenWriter, tensor: Tensor, terms: View) -> None:
         """Append what sums a tensor over the group, own tokens of it, and adds it to what is there of it already."""
-        summed = self.scattered(rows.b, tensor.later(rows.layer), terms)
+        self._put(rows, tensor, self.scattered(rows.b, tensor.later(rows.layer), terms))
+
+    def _put(self, rows: TokenWriter, tensor: Tensor, summed: View) -> None:
+        """Append what adds own tokens of a tensor to what is there of it already."""
         if tensor in rows.values:
             rows.b.add(Accumulate(label=f"add {tensor.name}", source=summed, into=rows.values[tensor]))
         else:
             rows.values[tensor] = summed
 
     def gathered(self, b: ProgramBuilder, tensor: Tensor, own: View) -> View:
-        """Append what brings all tokens of a tensor here; return them. Where there are several sequences they arrive
-        by members, and are copied, as torch's all-gather along another dimension than the first does it
-        (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
+        """Append what brings all tokens of a tensor here, where they are not; return them. Where there are several
+        sequences they arrive by members, and are copied, as torch's all-gather along another dimension than the first
+        does it (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
         """
+        if not self.options.tp_sequence:
+            return own
+        return self._in_order(b, tensor, *self._gather(b, tensor, own))
+
+    def _gather(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
+        """Append the all-gather alone; return where all tokens are to be, and where they arrive."""
         whole, arrived = self._whole(b, tensor, own)
         b.add(AllGather(label=f"gather {tensor.name}", communicator=self.over.name, send=own, recvs=arrived))
+        return whole, arrived
+
+    def _in_order(self, b: ProgramBuilder, tensor: Tensor, whole: Split, arrived: Split) -> View:
+        """Append what puts into order what has arrived; return it."""
         if arrived.view != whole.view:
             b.add(Copy(label=f"order {tensor.name}", source=arrived, target=whole))
         return whole.view
 
     def scattered(self, b: ProgramBuilder, tensor: Tensor, terms: View) -> View:
-        """Append what sums up a tensor over the group; return own tokens of it."""
+        """Append what sums up a tensor over the group; return own tokens of it, or all where ranks have all."""
+        if not self.options.tp_sequence:
+            self.reduced(b, tensor, terms)
+            return terms
         own = b.new(tensor, terms.shape[TOKENS] // len(self.over.groups[0]))
         whole, sent = Split(terms, TOKENS, len(self.over.groups[0])), Split(terms, TOKENS, len(self.over.groups[0]))
         if not b.parts_are_contiguous(sent):
@@ -147,10 +218,11 @@ class Group(NamedTuple):
         by: Literal[True] | UnsetType = True if largest else UNSET
         b.add(AllReduce(label=label, communicator=self.over.name, view=view, largest=by))
 
-    def own(self, b: ProgramBuilder, view: View) -> View:
-        """Return this rank's own tokens of all."""
-        each, place = view.shape[TOKENS] // len(self.over.groups[0]), self.over.position(b.rank)
-        return view[:, place * each : (place + 1) * each]
+    def leave(self, b: ProgramBuilder, tensor: Tensor, view: View) -> None:
+        """Declare that a rank leaves its own tokens of a tensor, of which it has these or all."""
+        each, place = num_tokens(self.every) // len(self.over.groups[0]), self.over.position(b.rank)
+        start, stop = place * each, (place + 1) * each
+        b.output_of(tensor, cut(self.every, start, stop), view[:, start:stop] if view.shape[TOKENS] > each else view)
 
     def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
         """Return where all tokens of a tensor are to be, and where they arrive."""
@@ -173,28 +245,48 @@ def is_divided(equation: Equation, model: ModelSpec) -> bool:
     return any(one.divided(model) for one in (*equation.operands, *equation.results))
 
 
+def _widens(equation: Equation, model: ModelSpec, given: Tensor | None = None) -> bool:
+    """Return whether it is a product of what ranks have whole, or of one such tensor, that makes a share of tokens: of
+    columns of a weight forward, of rows backward.
+    """
+    operand, made = equation.operands[0], equation.results[0]
+    to_share = not (made.of_weight or is_own(made, model))
+    return is_product(equation) and is_own(operand, model) and to_share and given in {None, operand}
+
+
+def _narrows_back(equation: Equation, model: ModelSpec) -> bool:
+    """Return whether it is a product that leads back from shares to what ranks have whole: of columns of a weight."""
+    made = equation.results[0]
+    return is_product(equation) and made.kind == "gradient" and is_own(made, model)
+
+
+def _goes_with(equation: Equation, first: Equation, model: ModelSpec) -> bool:
+    """Return whether it leads back to what another one does, or makes gradients of weights on the way there."""
+    return is_divided(equation, model) and (equation.results == first.results or is_of_weights(equation))
+
+
 def is_own(tensor: Tensor, model: ModelSpec) -> bool:
     """Return whether ranks have whole features of own tokens of a tensor. Ids and labels they have of all tokens."""
     return not (tensor.of_weight or tensor.divided(model) or tensor.numbers == "int64")
 
 
-def moved_features(equations: Iterable[Equation], model: ModelSpec) -> int:
+def moved_features(equations: Iterable[Equation], model: ModelSpec, *, sequence: bool) -> int:
     """Return how many features of each token are gathered before some equations, and scattered behind them: each tensor
-    once, however many of them read it or add to it.
+    once, however many of them read it or add to it. Where ranks have all tokens, those that are summed up count twice.
     """
     wide = [one for one in equations if is_divided(one, model)]
     given = {tensor for one in wide for tensor in one.operands if is_own(tensor, model)}
     made = {tensor for one in wide for tensor in one.results if is_own(tensor, model)}
-    return sum(tensor.shape(model)[0] for tensor in (*given, *made))
+    return sum(tensor.shape(model)[0] for tensor in ((*given, *made) if sequence else (*made, *made)))
 
 
-def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equation]]) -> int:
+def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equation]], *, sequence: bool) -> int:
     """Return what all members of groups over the whole sequence send for equations, those that are written together in
-    one list: (T-1) B S E elements for each collective (arXiv:2205.05198 §4.2.2).
+    one list: (T-1) B S E elements for each gather or scatter, twice that for each sum on all (arXiv:2205.05198 §4.2.2).
     """
     if size == 1:
         return 0
-    features = sum(moved_features(equations, workload.model) for equations in written)
+    features = sum(moved_features(equations, workload.model, sequence=sequence) for equations in written)
     return (size - 1) * features * workload.batch * workload.seq * DTYPE_BYTES[workload.dtype]
 
 
@@ -206,4 +298,5 @@ def ends_bytes(workload: Workload, size: int, options: LayerOptions) -> int:
     scored = [[head.to_logits], head.backward] if options.loss != "chunked" else [[head.to_logits, *head.backward]]
     wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     statistics = 3 * 2 * (size - 1) * workload.batch * workload.seq * wide
-    return statistics + sent_bytes(workload, size, [embedding, *scored, back(*reversed(embedding))])
+    written = [embedding, *scored, back(*reversed(embedding))]
+    return statistics + sent_bytes(workload, size, written, sequence=options.tp_sequence)

@@ -59,21 +59,24 @@ class Params(Protocol):
         ...
 
 
-def sum_over_group(b: ProgramBuilder, alike: tuple[Communicator, ...], gradient: Tensor, view: View) -> None:
+def sum_over_group(
+    b: ProgramBuilder, alike: tuple[Communicator, ...], gradient: Tensor, view: View, *, sequence: bool
+) -> None:
     """Append what sums the gradient of a weight over the ranks of a group that have the same of it, each of its own
-    tokens, or of its own query heads of a key/value head. Of shares of one rank there is nothing to sum.
+    tokens, or of its own query heads of a key/value head. Of shares of one rank there is nothing to sum; ``sequence``
+    as of ``Share.sums``.
     """
-    for one in alike:
+    for one in alike if b.share.sums(gradient, sequence=sequence) else ():
         if len(one.groups[0]) == b.share.alike(gradient):
             b.add(AllReduce(label=f"sum {gradient.name}", communicator=one.name, view=view))
 
 
-def summed_over_group_bytes(workload: Workload, degree: int) -> int:
+def summed_over_group_bytes(workload: Workload, degree: int, *, sequence: bool) -> int:
     """Return what all members of a group of so many ranks send for that, once for all trained weights of a workload:
     2 (A-1) bytes per byte of what A of them have alike.
     """
     share = Share(workload.model, 0, degree)
-    weights = [weight for unit in trained(workload) for weight in unit.weights]
+    weights = [one for unit in trained(workload) for one in unit.weights if share.sums(one, sequence=sequence)]
     sent = sum(degree // share.alike(one) * 2 * (share.alike(one) - 1) * share.size(one) for one in weights)
     return sent * DTYPE_BYTES[workload.dtype] if workload.backward else 0
 
@@ -89,11 +92,13 @@ class Replicated:
         over: tuple[Communicator, ...],
         own: tuple[Unit, ...],
         alike: tuple[Communicator, ...] = (),
+        *,
+        sequence: bool = True,
     ) -> None:
-        """``own`` are the units that a rank has: those of its stage of the model; ``alike`` as of
+        """``own`` are the units that a rank has: those of its stage of the model; ``alike`` and ``sequence`` as of
         ``sum_over_group``.
         """
-        self._b, self._over, self._alike = b, over, alike
+        self._b, self._over, self._alike, self._sequence = b, over, alike, sequence
         self._weights = {unit: b.call(unit.name, unit.layer, partial(self._of, unit)) for unit in own}
 
     def _of(self, unit: Unit) -> Values:
@@ -110,7 +115,7 @@ class Replicated:
 
     def reduce(self, gradient: Tensor, view: View) -> None:
         """See Params."""
-        sum_over_group(self._b, self._alike, gradient, view)
+        sum_over_group(self._b, self._alike, gradient, view, sequence=self._sequence)
         for over in self._over:
             self._b.add(AllReduce(label=f"reduce {gradient.name}", communicator=over.name, view=view))
         self._b.output_of(gradient, gradient.rows(self._b.workload.model), view)
@@ -133,9 +138,9 @@ class Replicated:
         """See Params: gradients are left as they are."""
 
     @staticmethod
-    def reduced_bytes(workload: Workload, mesh: Mesh) -> int:
+    def reduced_bytes(workload: Workload, mesh: Mesh, *, sequence: bool = True) -> int:
         """Return what the all-reduces send, over all ranks: 2 (P-1) bytes per byte of a gradient that P ranks have."""
         share, alike = Share(workload.model, 0, mesh.tp), mesh.size // mesh.tp
         size = sum(share.size(unit.flat) for unit in trained(workload)) * DTYPE_BYTES[workload.dtype]
-        of_group = alike * summed_over_group_bytes(workload, mesh.tp)
+        of_group = alike * summed_over_group_bytes(workload, mesh.tp, sequence=sequence)
         return 2 * mesh.tp * (alike - 1) * size + of_group if workload.backward else 0

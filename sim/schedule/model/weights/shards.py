@@ -110,9 +110,9 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     squared = mesh.pp * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
-    of_group = alike * options.micro_batches * summed_over_group_bytes(workload, mesh.tp)
+    of_group = summed_over_group_bytes(workload, mesh.tp, sequence=options.tp_sequence)
     of_weights = groups * (ranks - 1) * (gathered * own + summed) + across + _of_ends(workload, mesh, options)
-    return mesh.tp * of_weights + squares + of_group
+    return mesh.tp * of_weights + squares + alike * options.micro_batches * of_group
 
 
 def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:

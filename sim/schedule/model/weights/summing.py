@@ -122,8 +122,9 @@ class Summing:
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
+        alike, sequence = self._owned.shards.alike, self._owned.options.tp_sequence
         for gradient in (d(weight) for weight in unit.weights if d(weight) in made):
-            sum_over_group(b, self._owned.shards.alike, gradient, made[gradient])
+            sum_over_group(b, alike, gradient, made[gradient], sequence=sequence)
         if self._owned.shards.has_both_ends(unit):
             made |= {d(weight): self._none_of(weight) for weight in unit.weights if d(weight) not in made}
         gradients = tuple([made[d(weight)] for weight in unit.weights])
