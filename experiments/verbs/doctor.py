@@ -21,7 +21,7 @@ from sim.base.units import FEW, percent, seconds, seconds_between, size
 from sim.diagnose.profiled import read_traces
 from sim.diagnose.traced import Traced
 
-_COUNTS = ("gpus", "nodes", "ulysses_degree", "ring_degree", "pp_degree", "dp_degree", "batch")
+_COUNTS = ("gpus", "nodes", "ulysses_degree", "ring_degree", "tp_degree", "pp_degree", "dp_degree", "batch")
 _SHOWN = 6
 """Causes that do not explain what was measured, and are shown for how far they are off."""
 

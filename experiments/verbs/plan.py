@@ -24,8 +24,10 @@ from sim.plan.answer import Plan as Found
 from sim.plan.answer import interval_of, step_of
 from sim.plan.planned_batch import with_batch
 from sim.plan.search.branches import Played
+from sim.plan.search.degrees import DEGREES
 from sim.plan.search.search import Progress
 from sim.plan.search.space import OPTIONS
+from sim.setup.global_batch import ANY
 from sim.setup.global_batch import told as batch_told
 
 _LONGER = "--limit SECONDS searches longer"
@@ -40,7 +42,8 @@ class Plan(StepSelection):
 
     vary: Texts = ()
     """OPTION=VALUE,VALUE of schedules to vary, as often as wanted, beside those that are varied anyway:
-    zero_stage=1,3, loss=whole,chunked."""
+    zero_stage=1,3, loss=whole,chunked. --tp-degree and --pp-degree list theirs by themselves: 1,2,4; --tp-degree any
+    takes all that divide a node and the model."""
     memory_budget: OptionalText = None
     """What a GPU may use in all, such as 60GiB: then each group of --tensors is kept, offloaded or computed again by
     itself, as makes the step fastest."""
@@ -91,13 +94,14 @@ def plan(command: Plan, console: Console) -> None:
         )
     if command.limit < 0:
         raise InputError(f"`limit` {command.limit:g}: expected 0 seconds or more")
+    command, degrees = _without_several(command)
     prices = None if command.price is None else read_prices(command.price, command.cluster)
     _require_one_question(command, prices)
     setup = command.setup().replace(cluster=next(iter(prices))) if prices else command.setup()
     setup = with_batch(setup, _counts(command), of_any_length=command.longest)
     tell_assumed(setup, console, json=command.json)
     with _live() as show:
-        answer, found = _found(command, setup, prices, show)
+        answer, found = _found(command, setup, _varied(command.vary) | degrees, prices, show)
     said = answer or found
     assert said is not None
     if command.json:
@@ -108,6 +112,14 @@ def plan(command: Plan, console: Console) -> None:
         _print_tried(command, answer, console)
     if found is not None:
         _print_plan(command, found, answer, console)
+
+
+def _without_several(command: Plan) -> tuple[Plan, dict[str, tuple[str, ...]]]:
+    """Return the command without the degrees of which several were typed, or any, and these."""
+    lists = command.lists() | ({"tp_degree": [ANY]} if command.tp_degree == ANY else {})
+    several = {name: tuple(values) for name, values in lists.items() if name in DEGREES}
+    left_out: dict[str, Any] = dict.fromkeys(several)
+    return dataclasses.replace(command, **left_out), several
 
 
 def _asked(answer: longstep.Answer | None) -> dict[str, Any]:
@@ -183,11 +195,15 @@ def _counts(command: Plan) -> list[int] | None:
 
 
 def _found(
-    command: Plan, setup: longstep.Setup, prices: dict[str, float] | None, show: Progress | None
+    command: Plan,
+    setup: longstep.Setup,
+    options: dict[str, tuple[str, ...]],
+    prices: dict[str, float] | None,
+    show: Progress | None,
 ) -> tuple[longstep.Answer | None, Found | None]:
     """Return the answer to a question asked the other way round, if one was, and a plan."""
     how: dict[str, Any] = {
-        "options": _varied(command.vary), "most": command.most, "limit_s": command.limit or None,
+        "options": options, "most": command.most, "limit_s": command.limit or None,
         "jobs": command.jobs, "progress": show,
     }  # fmt: skip
     target: dict[str, Any] = {

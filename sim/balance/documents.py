@@ -62,8 +62,8 @@ def _asked(setup: Setup, ranks: int) -> tuple[Batch, Asked]:
     packed = batch(list(lengths_of(setup.documents)), kept(setup.mask, setup.window).keeps)
     beside = [text for text in texts(setup.set) if not text.startswith("schedule.")]
     alone = setup.replace(
-        gpus=ranks, nodes=None, dp_degree=1, pp_degree=1, ulysses_degree=None, ring_degree=None, cp=None,
-        layers=None, schedule="ring", global_batch=None,
+        gpus=ranks, nodes=None, dp_degree=1, pp_degree=1, tp_degree=1, ulysses_degree=None, ring_degree=None,
+        cp=None, layers=None, schedule="ring", global_batch=None,
     )  # fmt: skip
     return packed, asked_of(dataclasses.replace(alone, set=beside), packed)
 

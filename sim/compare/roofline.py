@@ -114,7 +114,7 @@ def roofline(setup: Setup, lengths: Sequence[int | str]) -> Table:
         raise InputError("`lengths` is empty: give it some, such as 8K and 128K")
     alone = setup.replace(
         schedule="single", stack=None, scope="layer", layers=1, gpus=1, nodes=None, ulysses_degree=None,
-        ring_degree=None, cp=None, dp_degree=1, pp_degree=1, one_device=False, global_batch=None,
+        ring_degree=None, cp=None, dp_degree=1, pp_degree=1, tp_degree=1, one_device=False, global_batch=None,
     )  # fmt: skip
     rows = []
     for tokens in lengths:

@@ -192,7 +192,7 @@ def _fitted(judge: Judge, machine: Machine) -> Cause | None:
 
     def played(factor: float) -> Case | None:
         changed = machine.change(found, factor, rank)
-        return None if changed is None else play(changed, checked)
+        return None if changed is None else play(changed, checked if changed.mesh == found.mesh else None)
 
     low, high, factor = 1.0, machine.most, machine.most
     case = played(machine.most)

@@ -20,6 +20,7 @@ from sim.setup.setup import Setup
 from sim.setup.unnamed_software import SLOWEST
 from sim.software.attention import kernels_of
 from sim.software.software import load_software
+from sim.words.mesh import Axis
 from sim.words.options import FusedName
 from topology.specs import ClusterSpec, PerGpu
 
@@ -41,7 +42,9 @@ class Program(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The program that was meant, on a machine with one figure worse by a factor, which is found from the time."""
+    """The program that was meant, on a machine with one figure worse by a factor, which is found from the time; or by
+    other GPUs of it.
+    """
 
     name: str
     says: str
@@ -411,6 +414,14 @@ def _no_nvlink(found: Configuration, factor: float, rank: int) -> Configuration 
     return _with(found, msgspec.structs.replace(found.spec, nvlink=None, bridged_gpus=None))
 
 
+def _shares_between_nodes(found: Configuration, factor: float, rank: int) -> Configuration | None:  # noqa: ARG001 - none
+    """Return tensor parallelism outside of all other axes, where its groups are inside of nodes."""
+    if found.mesh.tp == 1 or found.mesh.size <= found.spec.gpus_per_node or found.spec.gpus_per_node % found.mesh.tp:
+        return None
+    outside: tuple[Axis, ...] = ("tp", *(axis for axis in found.mesh.order if axis != "tp"))
+    return dataclasses.replace(found, mesh=msgspec.structs.replace(found.mesh, order=outside))
+
+
 NO_FACTOR = 1.0
 """Of a machine that differs in kind, not by a factor."""
 _LEAST_OF_LINKS = {"nic": 50.0, "nvlink": 18.0, "pcie": 64.0, "loopback": 1000.0}
@@ -433,6 +444,11 @@ MACHINES: tuple[Machine, ...] = (
     Machine(
         "no-nvlink", "GPUs of a node talk over PCIe, not NVLink", "nvidia-smi topo -m; NCCL_DEBUG=INFO: via P2P or SHM",
         NO_FACTOR, _no_nvlink,
+    ),
+    Machine(
+        "tp-between-nodes", "tensor-parallel groups span nodes: their ranks are not GPUs of one node",
+        "print the host of every rank of a tensor-parallel group; ranks follow each other in a node, as with "
+        "srun --distribution=block", NO_FACTOR, _shares_between_nodes,
     ),
     *(
         Machine(f"thin-{link}", f"{name} gives 1/{{factor:.3g}} of its rate", check, _LEAST_OF_LINKS[link], _thin(link))

@@ -26,7 +26,7 @@ option of Longstep."""
 
 _VARIED = {f"schedule.{name}" for name in (*OPTIONS, "zero_stage", "shards", "weights")} | {"method", "reshard"}
 """What changes time and memory, and neither what is trained nor its numbers."""
-_HALVED = {"cp": (2, 0.5), "ulysses": (2, 0.5), "ring": (2, 0.5), "micro_batch": (0.5,)}
+_HALVED = {"cp": (2, 0.5), "ulysses": (2, 0.5), "ring": (2, 0.5), "tp": (2, 0.5), "micro_batch": (0.5,)}
 """Counts that are doubled or halved."""
 _SCHEDULES = ("ulysses", "zigzag", "allgather")
 """What is asked of schedules where no key of the framework switches to them."""
@@ -161,9 +161,8 @@ def _is_whole(facts: Mapping[str, str], found: Imported) -> bool:
 def _needed(key: Key, value: str, name: str, file: File) -> dict[str, str]:
     """Return the keys that a value needs beside it and the file has not, under the same prefix."""
     prefix = name.rpartition(".")[0]
-    needed = {
-        f"{prefix}.{other}" if prefix else other: text for other, text in facts_of(key.needs.get(value, "")).items()
-    }
+    needs = key.needs.get(value, key.needs.get("*", ""))
+    needed = {f"{prefix}.{other}" if prefix else other: text for other, text in facts_of(needs).items()}
     return {other: text for other, text in needed.items() if other not in file.given}
 
 

@@ -28,8 +28,8 @@ class Plan(NamedTuple):
     shortage: str
     """Where nothing fits, what is missing least; else empty."""
     remedies: Sequence[str] = ()
-    """Where nothing fits, changes each of which would make something fit, by the memory of one rank: of options, of the
-    number of GPUs, of the length."""
+    """Where nothing fits, changes each of which would make something fit, by the memory of one rank: of options, of
+    shares of weights, of the number of GPUs, of the length."""
     interrupted: bool = False
     """Whether Ctrl-C has cut the search."""
     by_cost: bool = False

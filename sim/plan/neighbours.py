@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from sim.base.errors import LongstepError
 from sim.engine.intervals.extrapolated import extrapolated
+from sim.plan.search.degrees import divides
 from sim.plan.search.space import OPTIONS
 from sim.plan.search.stages import OF_PIPELINES
 from sim.schedule.model.pipeline.timetables import PIPELINES
@@ -31,11 +32,11 @@ def neighbours(setup: Setup) -> Table:
     """Return what becomes of a step one change away, a row each, the fastest for its tokens first; ``change`` is empty
     for the setup itself.
 
-    Degrees are halved and doubled in pairs, so that all GPUs stay in use; of a step of several micro-batches stages of
-    a pipeline are one of them. Options that are numbers are halved or doubled, others take every other value. ``ratio``
-    is seconds for a token over those of the setup; ``extrapolated`` the share of kernel seconds whose costs lie beyond
-    the measured range. What cannot be built has its reason in ``error``, and is last. Raises InputError where the setup
-    itself cannot be played.
+    Degrees are halved and doubled in pairs, so that all GPUs stay in use; of layers with weights that can be shared out
+    those of tensor parallelism are one of them, of a step of several micro-batches stages of a pipeline. Options that
+    are numbers are halved or doubled, others take every other value. ``ratio`` is seconds for a token over those of the
+    setup; ``extrapolated`` the share of kernel seconds whose costs lie beyond the measured range. What cannot be built
+    has its reason in ``error``, and is last. Raises InputError where the setup itself cannot be played.
 
     >>> found = neighbours(Setup("zigzag", model="tiny", seq="64K", cluster="hgx-h100", scope="attention", gpus=2))
     >>> ratios = {row["change"]: row["ratio"] for row in found}
@@ -90,16 +91,18 @@ def steps(setup: Setup) -> Iterator[Step]:
 
 
 def _degrees(setup: Setup, found: Configuration) -> Iterator[Step]:
-    now = {"ulysses": found.mesh.ulysses, "ring": found.mesh.ring, "dp": found.mesh.dp, "pp": found.mesh.pp}
+    now: Mapping[str, int] = {axis: getattr(found.mesh, axis) for axis in ("ulysses", "ring", "dp", "pp", "tp")}
     in_stages = found.mesh.pp > 1 or (setup.scope == "step" and getattr(found.options, "micro_batches", 1) > 1)
-    axes = [*found.entry.degrees, "dp", *(["pp"] if in_stages else [])]
+    in_shares = setup.scope != "attention" and divides(found.workload.model, 2)
+    axes = [*found.entry.degrees, "dp", *(["pp"] if in_stages else []), *(["tp"] if in_shares else [])]
     base = setup.replace(gpus=found.mesh.size, cp=None)
     for more, fewer in permutations(axes, 2):
         if now[fewer] % 2:
             continue
         then: Mapping[str, int] = {**now, more: 2 * now[more], fewer: now[fewer] // 2}
         given = {f"{axis}_degree": then[axis] for axis in axes}
-        yield Step(" x ".join(f"{axis} {then[axis]}" for axis in axes), base.replace(**given))
+        shown = (axis for axis in axes if axis != "tp" or now["tp"] > 1 or more == "tp")
+        yield Step(" x ".join(f"{axis} {then[axis]}" for axis in shown), base.replace(**given))
     if {"ulysses", "ring"} <= set(axes) and now["ulysses"] > 1 < now["ring"]:
         for name, order in names.PLACEMENTS.items():
             if order != found.mesh.order:

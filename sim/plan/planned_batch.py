@@ -38,7 +38,7 @@ def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_leng
     if setup.batch > 1:
         return setup.replace(global_batch=Assumed(ANY))
     whole = as_ring(setup.replace(ulysses_degree=None, ring_degree=None, dp_degree=1))
-    gpus = (max(counts) if counts else whole.mesh.size) // whole.mesh.pp
+    gpus = (max(counts) if counts else whole.mesh.size) // whole.mesh.pp // whole.mesh.tp
     tokens = USUAL_TOKENS if of_any_length else setup.sequence_length
     return setup.replace(global_batch=Assumed(usual_sequences(tokens, gpus, _replicas(setup, gpus))))
 
@@ -59,4 +59,4 @@ def require_shared(setup: Setup, found: Sequence[Family]) -> None:
     for family in families(setup.replace(global_batch=ANY)):
         mesh = family.setup.resolved().mesh
         sequences = sequences_of(setup.global_batch or 1, setup.sequence_length)
-        of_each(setup.global_batch or 1, sequences, mesh.dp, mesh.size // mesh.pp, setup.batch)
+        of_each(setup.global_batch or 1, sequences, mesh.dp, mesh.dp * mesh.sharing, setup.batch)

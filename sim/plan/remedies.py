@@ -1,17 +1,22 @@
-"""What would make a training step fit of which no configuration does: more GPUs, a shorter sequence, other options.
+"""What would make a training step fit of which no configuration does: shares of weights, more GPUs, a shorter sequence,
+other options.
 
 Each is asked of the configuration that lacks least, or of the one like it on other GPUs, by the memory of one rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from sim.base.errors import InputError
 from sim.plan.fit import switched_off, using
 from sim.plan.search.branches import least_limits
+from sim.plan.search.degrees import DEGREES, divides
 from sim.plan.search.space import Branch, families
 from sim.plan.search.usual import unusual
+from sim.setup import names
+from sim.setup.global_batch import divisors
 from sim.setup.setup import Setup
 
 DOUBLINGS = 5
@@ -22,7 +27,7 @@ PARTS = 16
 
 def remedies(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> list[str]:
     """Return what would make something fit where ``least`` is what lacks least: each alone is enough."""
-    return [*_techniques(least), *_gpus(setup, least, options), *_shorter(least)]
+    return [*_techniques(least), *_shares(setup, least, options), *_gpus(setup, least, options), *_shorter(least)]
 
 
 def _techniques(least: Branch) -> list[str]:
@@ -34,6 +39,20 @@ def _techniques(least: Branch) -> list[str]:
     return found
 
 
+def _shares(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the fewest ranks of a node that are enough to share out weights, where nobody said how many."""
+    if least.setup.tp_degree > 1 or "tp_degree" in options or not isinstance(setup.tp_degree, names.Untold):
+        return []
+    gpus, name = least.setup.gpus or 1, least.family.named.partition(" ")[0]
+    per_node = names.cluster_spec(setup.cluster).gpus_per_node
+    for degree in (one for one in divisors(math.gcd(gpus, per_node))[1:] if divides(setup.model_spec, one)):
+        there = families(setup.replace(schedule=setup.schedule or name, tp_degree=degree), options)
+        for family in sorted(there, key=unusual):
+            if _fits(Branch(family).leanest.setup):
+                return [f"tensor parallelism: {family.named}"]
+    return []
+
+
 def _gpus(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the fewest GPUs that are enough, of twice as many, four times and so on, that share one sequence."""
     gpus, name = least.setup.gpus or 1, least.family.named.partition(" ")[0]
@@ -41,8 +60,7 @@ def _gpus(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> 
         try:
             on_more = setup.replace(gpus=more, nodes=None, schedule=setup.schedule or name)
             on_more = on_more.replace(ulysses_degree=None, ring_degree=None)
-            stages = least.setup.pp_degree
-            there = families(on_more.replace(pp_degree=stages), options)
+            there = families(on_more.replace(**{name: getattr(least.setup, name) for name in DEGREES}), options)
             there = [one for one in there if one.setup.dp_degree == 1]
         except InputError:
             return []

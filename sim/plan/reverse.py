@@ -136,7 +136,8 @@ def longest_context(
 ) -> Answer:
     """Return the longest context in tokens, up to ``until``, of which a training step fits on the GPUs of a setup,
     takes no longer than ``step_time_s`` and trains ``tokens_per_s`` on all of them, with the plan for it; what else is
-    varied, and how, is as in ``plan``. A step has one sequence where no ``global_batch`` says how many.
+    varied, and how, is as in ``plan``, but that shares of weights are tried only where one asks. A step has one
+    sequence where no ``global_batch`` says how many.
 
     Lengths are multiples of two for each GPU (as zigzag needs), and from 128 of these on 0.8 % apart at most; where a
     schedule needs another multiple, they are padded. A configuration that is enough is followed to its own longest
@@ -153,7 +154,10 @@ def longest_context(
     if setup.documents is not None:
         raise InputError("`documents` say how long a sequence is: leave them out where the longest is asked for")
     setup = with_batch(setup, of_any_length=True)
-    sharing, limit = _whole(setup).mesh.sharing, names.tokens("until", until)
+    if "tp_degree" not in options:
+        setup = setup.replace(tp_degree=int(setup.tp_degree))  # so that all lengths are asked of the same families
+    mesh, limit = _whole(setup).mesh, names.tokens("until", until)
+    sharing = mesh.sharing * mesh.tp
     lengths = list(lengths_of_units(2 * sharing, limit))
     if not lengths:
         raise InputError(
@@ -291,8 +295,8 @@ def _counts(setup: Setup, counts: Sequence[int] | None) -> list[int]:
         return sorted({names.at_least_one("counts", count) for count in counts})
     found = _whole(setup)
     most, per_node = found.mesh.size, found.spec.gpus_per_node
-    inside, pp = [count for count in range(1, per_node) if per_node % count == 0], found.mesh.pp
-    some = (count for count in (*inside, *range(per_node, most, per_node)) if count < most and count % pp == 0)
+    inside, shared = [count for count in range(1, per_node) if per_node % count == 0], found.mesh.pp * found.mesh.tp
+    some = (count for count in (*inside, *range(per_node, most, per_node)) if count < most and count % shared == 0)
     return sorted({*some} | {most})
 
 

@@ -67,6 +67,8 @@ ONE_REPLICA = Untold(1)
 """As many replicas as there are where nobody says how many, and nothing follows from other degrees."""
 ONE_STAGE = Untold(1)
 """No pipeline where nobody asks for one, but in plans, which look for the best number of stages."""
+ONE_SHARE = Untold(1)
+"""Whole weights of layers on each rank where nobody asks for shares, but in plans of few tokens for each GPU."""
 MODEL, CLUSTER = Assumed("llama3-8b"), Assumed("hgx-h100")
 """What questions are about that name no other: what many train, and where."""
 MODEL_HERE, CLUSTER_HERE = "tiny", "host"

@@ -25,6 +25,7 @@ from sim.setup.names import (
     CLUSTER,
     MODEL,
     ONE_REPLICA,
+    ONE_SHARE,
     ONE_STAGE,
     PLACEMENTS,
     SET_ROOTS,
@@ -78,7 +79,7 @@ class Setup:
     cp: int | None = None
     """Ranks that share a sequence, however the schedule splits it among them: GPUs are so many times the replicas, and
     times ``tp_degree`` and ``pp_degree``."""
-    tp_degree: int = 1
+    tp_degree: int = ONE_SHARE
     """Ranks that share out the weights of layers (tensor parallelism): neighbours, which are on one node where that has
     so many GPUs. Each has some heads and some features of MLPs, and some tokens between."""
     pp_degree: int = ONE_STAGE
@@ -276,10 +277,10 @@ class Setup:
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
         dp = int(self.dp_degree)
-        pp, tp = int(self.pp_degree), self.tp_degree
+        pp, tp = int(self.pp_degree), int(self.tp_degree)
         gpus, replicas = shared_gpus(entry, spec, self._degrees, gpus=self.gpus, nodes=self.nodes, dp=dp, pp=pp, tp=tp)
         mesh = self._mesh(entry, spec, self.model_spec, gpus, replicas)
-        each = of_each(self.global_batch, sequences, mesh.dp, mesh.size // mesh.pp, self.batch)
+        each = of_each(self.global_batch, sequences, mesh.dp, mesh.dp * mesh.sharing, self.batch)
         turns = {"schedule.micro_batches": each} if each > 1 and self._has_turns(entry, overrides["schedule"]) else {}
         found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
         return found.replace(set=turns) if turns else found
@@ -357,7 +358,7 @@ class Setup:
     def _mesh(self, entry: Entry, spec: ClusterSpec, model: ModelSpec, gpus: int | None, dp: int) -> Mesh:
         """Return what its degrees stand for, on so many GPUs and in so many replicas."""
         name = names.schedule_name(self.played)
-        pp, tp = int(self.pp_degree), self.tp_degree
+        pp, tp = int(self.pp_degree), int(self.tp_degree)
         return mesh_of(entry, name, spec, model, self._degrees, gpus=gpus, nodes=self.nodes, dp=dp, pp=pp, tp=tp)
 
     def _overridden(self, entry: Entry, mesh: Mesh, given: list[tuple[str, str]]) -> tuple[Mesh, Any]:

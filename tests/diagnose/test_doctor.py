@@ -14,6 +14,7 @@ from longstep import InputError, Measured, Setup
 from sim.accounts.breakdown import kernels_s
 from sim.accounts.memory import walks
 from sim.diagnose.hypotheses import MACHINES, PROGRAMS
+from sim.diagnose.judge import play
 
 ATTENTION = Setup(
     "zigzag", model="llama3-8b", cluster="hgx-h100", gpus=8, seq="256K", scope="attention", jitter=0
@@ -284,6 +285,36 @@ def test_eager_modules_are_tried_where_no_software_is_named() -> None:
     changed = eager.change(STEP, STEP.resolved())
     assert changed is not None
     assert changed.resolved().options.modules == "eager"
+
+
+ON_TWO_NODES = Setup(
+    "single", model="llama3-8b", cluster="hgx-h100", gpus=16, tp_degree=8, dp_degree=2, seq="16K", layers=1, jitter=0.0,
+    set={"cluster.nic.bytes_per_s": 12.5e9},
+)  # fmt: skip
+
+
+def test_shares_of_weights_may_lie_between_nodes() -> None:
+    """Where their groups are meant to be inside of some."""
+    (machine,) = [one for one in MACHINES if one.name == "tp-between-nodes"]
+    said = ON_TWO_NODES.resolved()
+    ran = machine.change(said, 1.0, 0)
+    assert ran is not None
+    assert ran.mesh.groups("tp")[0] == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert said.mesh.groups("tp")[0] == tuple(range(8))
+    others = [{"gpus": 8, "dp_degree": 1}, {"tp_degree": 1, "dp_degree": 16}, {"tp_degree": 16, "dp_degree": 1}]
+    assert [machine.change(ON_TWO_NODES.replace(**one).resolved(), 1.0, 0) for one in others] == [None] * 3
+
+
+@pytest.mark.slow
+def test_shares_of_weights_between_nodes_are_found_by_the_time_that_they_take() -> None:
+    """Their schedule is proved anew, and needs no factor."""
+    (machine,) = [one for one in MACHINES if one.name == "tp-between-nodes"]
+    ran = machine.change(ON_TWO_NODES.resolved(), 1.0, 0)
+    assert ran is not None
+    found = longstep.doctor(ON_TWO_NODES, Measured(step_time_s=play(ran).step_s))
+    assert found.verdict == "too slow"
+    (cause,) = [one for one in found.consistent if one.name == "tp-between-nodes"]
+    assert (cause.factor, cause.step_time_s) == (None, pytest.approx(found.measured_s))
 
 
 def test_names_are_unique() -> None:

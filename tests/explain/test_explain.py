@@ -75,6 +75,9 @@ def test_changes_are_keys_of_the_framework_first_and_each_is_there_once() -> Non
     assert {one.setup.gpus for one in found} == {8}
     flags = [one.text for one in changes(imported(FILES / "megatron-arguments.txt", anyway=True))]
     assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in flags
+    assert {"--tensor-model-parallel-size 2", "--tensor-model-parallel-size 8"} <= {*flags}
+    alone = [one.text for one in changes(imported(FILES / "megatron-llama3-8b.sh"))]
+    assert "--tensor-model-parallel-size 2 --sequence-parallel" in alone
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +203,7 @@ def test_the_screen_is_read_at_80_columns_and_without_colour(capsys: pytest.Capt
         ([str(TORCHTITAN), "--log", "hello"], "--log 'hello': nothing of it is understood"),
         ([str(TORCHTITAN), "--log", "missing.log"], "log file 'missing.log' cannot be read"),
         (["missing.toml"], "configuration file 'missing.toml' cannot be read"),
-        ([str(FILES / "nanotron-3d.yaml")], "not sayable: .*--anyway"),
+        ([str(FILES / "megatron-arguments.txt")], "not sayable: .*--anyway"),
         ([str(TORCHTITAN), "--scope", "layer"], "--scope layer: explained are training steps"),
     ],
     ids=["no file", "no log", "no such log", "no such file", "not sayable", "no step"],
@@ -216,9 +219,11 @@ def test_wrong_files_and_logs_are_a_line(arguments: list[str], says: str, capsys
 
 @pytest.mark.sweep
 def test_what_is_left_out_and_left_to_the_framework_is_said() -> None:
-    found = longstep.explain(FILES / "torchtitan-llama3-405b.toml", anyway=True, **SMALL)
+    shared = SMALL | {"gpus": 4, "tp_degree": 2}
+    found = longstep.explain(FILES / "torchtitan-llama3-405b.toml", anyway=True, **shared)
     said = repr(found).replace("\n  ", " ")
-    assert "left out: parallelism.tensor_parallel_degree = 8: tensor parallelism is not there yet" in said
+    assert "tensor parallelism over 2" in said
+    assert "left out: model.converters = quantize.linear.float8: layers of other number formats" in said
     assert "as the framework takes it: parallelism.fsdp_reshard_after_forward" in said
 
 

@@ -20,9 +20,10 @@ def make_setup(schedule: str = "usp", **changes: Any) -> Setup:
 def test_degrees_keep_all_gpus_in_use() -> None:
     named = {step.change: step.setup for step in steps(make_setup(ulysses_degree=2, ring_degree=2))}
     degrees = {change: setup.resolved().mesh for change, setup in named.items() if " x " in change}
-    assert {(mesh.ulysses, mesh.ring, mesh.dp) for mesh in degrees.values()} == {
-        (4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2),
+    assert {(mesh.tp, mesh.ulysses, mesh.ring, mesh.dp) for mesh in degrees.values()} == {
+        (1, 4, 1, 1), (1, 1, 4, 1), (1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 2, 1), (2, 2, 1, 1),
     }  # fmt: skip
+    assert "ulysses 1 x ring 2 x dp 1 x tp 2" in named
     assert "placement ring-inner" in named
 
 
@@ -31,8 +32,8 @@ def test_stages_are_a_degree_where_there_are_several_micro_batches() -> None:
     said = {"scope": "step", "layers": 4, "batch": 4, "set": {"schedule.micro_batches": 4}}
     named = {step.change: step.setup for step in steps(make_setup("ulysses", ulysses_degree=2, pp_degree=2, **said))}
     degrees = {change: setup.resolved().mesh for change, setup in named.items() if " x " in change}
-    assert {(mesh.pp, mesh.ulysses, mesh.dp) for mesh in degrees.values()} == {
-        (1, 4, 1), (1, 2, 2), (4, 1, 1), (2, 1, 2),
+    assert {(mesh.pp, mesh.ulysses, mesh.dp, mesh.tp) for mesh in degrees.values()} == {
+        (1, 4, 1, 1), (1, 2, 2, 1), (4, 1, 1, 1), (2, 1, 2, 1), (1, 2, 1, 2), (2, 1, 1, 2),
     }  # fmt: skip
     both = named["pipeline_schedule interleaved, pipeline_chunks 2"].resolved().options
     assert (both.pipeline_schedule, both.pipeline_chunks) == ("interleaved", 2)
@@ -42,6 +43,17 @@ def test_stages_are_a_degree_where_there_are_several_micro_batches() -> None:
     assert not [change for change in one_stage if "pipeline" in change]
     alone = {step.change for step in steps(make_setup("ulysses", scope="step"))}
     assert not [change for change in alone if "pp" in change]
+
+
+def test_shares_of_weights_are_a_degree_where_layers_have_them() -> None:
+    """Of a model that has such shares; attention by itself has no weights."""
+    named = {step.change: step.setup for step in steps(make_setup("ulysses", tp_degree=2))}
+    assert {change for change in named if " x " in change} == {
+        "ulysses 4 x dp 1 x tp 1", "ulysses 1 x dp 2 x tp 2", "ulysses 1 x dp 1 x tp 4", "ulysses 2 x dp 2 x tp 1",
+    }  # fmt: skip
+    assert named["ulysses 1 x dp 1 x tp 4"].resolved().mesh.named() == "TP 4"
+    alone = [make_setup("ulysses", scope="attention"), make_setup("ulysses", set={"model.lora_rank": 4})]
+    assert not [step.change for one in alone for step in steps(one) if "tp " in step.change]
 
 
 def test_options_of_steps_are_varied_in_steps_alone() -> None:

@@ -220,9 +220,9 @@ class Case(NamedTuple):
         """Return degrees and options of the schedule, as far as they are named."""
         setup = self.setup
         split = {"U": setup.ulysses_degree, "R": setup.ring_degree, "cp": setup.cp}
-        outside = {"TP": setup.tp_degree, "PP": setup.pp_degree, "DP": setup.dp_degree}
+        beside = {"TP": setup.tp_degree, "PP": setup.pp_degree, "DP": setup.dp_degree}
         named = [f"{name} {degree}" for name, degree in split.items() if degree]
-        named += [f"{name} {degree}" for name, degree in outside.items() if degree > 1]
+        named += [f"{name} {degree}" for name, degree in beside.items() if degree > 1]
         overrides = (key for key in names.texts(setup.set) if key.startswith("schedule."))
         return ", ".join([*named, *(key.removeprefix("schedule.") for key in overrides)])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from sim.base.errors import InputError
 from sim.plan.fit import using
+from sim.plan.search.degrees import divides
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.configuration import Configuration
 from sim.setup.names import ONE_REPLICA
@@ -32,7 +34,7 @@ def _by(setup: Setup, schedule: str) -> Setup:
     if NAMED[schedule].degrees:
         return setup.replace(schedule=schedule, ulysses_degree=None, ring_degree=None)
     return setup.replace(schedule=schedule, gpus=gpus, cp=None, ulysses_degree=None, ring_degree=None,
-                         dp_degree=gpus // setup.pp_degree if gpus else ONE_REPLICA)  # fmt: skip
+                         dp_degree=gpus // setup.pp_degree // setup.tp_degree if gpus else ONE_REPLICA)  # fmt: skip
 
 
 def _why(setup: Setup) -> str:
@@ -48,25 +50,33 @@ def _why(setup: Setup) -> str:
 def _tried(setup: Setup, degrees: dict[str, int | None], found: Configuration) -> dict[str, Any]:
     """Return degrees with why they cannot be had, and whether they are those of now."""
     mesh = found.mesh
-    now = (mesh.pp, mesh.dp, mesh.ulysses, mesh.ring)
-    same = now == tuple(degrees[f"{axis}_degree"] or 1 for axis in ("pp", "dp", "ulysses", "ring"))
+    same = all(getattr(mesh, axis) == (degrees[f"{axis}_degree"] or 1) for axis in mesh.degrees)
     return {**degrees, "now": same, "why": _why(setup.replace(**degrees))}
 
 
 def _degrees(found: Configuration) -> Iterator[dict[str, int | None]]:
-    """Yield all ways to use as many GPUs as now: ranks that split heads and sequence, replicas, and where a step has
-    several micro-batches stages, at most as many as these, each with as many layers.
+    """Yield the ways to use as many GPUs as now: ranks that split heads and sequence, replicas; of layers ranks that
+    share out weights, within a node; and where a step has several micro-batches and shares are as now, stages, at most
+    as many as these, each with as many layers. Of shares that the model has not there is one way.
     """
-    gpus, axes = found.mesh.size, found.entry.degrees
-    turns = getattr(found.options, "micro_batches", 1)
+    gpus, mesh = found.mesh.size, found.mesh
+    of_node = _divisors(math.gcd(gpus, found.spec.gpus_per_node)) if found.workload.scope != "attention" else []
+    for tp in sorted({1, mesh.tp, *of_node}):
+        ways = _ways(found, gpus // tp, other_stages=tp == mesh.tp)
+        for way in ways if divides(found.workload.model, tp) else islice(ways, 1):
+            yield {"gpus": gpus, "cp": None, "tp_degree": tp, **way}
+
+
+def _ways(found: Configuration, gpus: int, *, other_stages: bool) -> Iterator[dict[str, int | None]]:
+    """Yield the ways to use so many GPUs beside shares of weights."""
+    axes, turns = found.entry.degrees, getattr(found.options, "micro_batches", 1) if other_stages else 0
     for pp in (one for one in _divisors(gpus) if one in {1, found.mesh.pp} or _takes(found, one, turns)):
         for dp in _divisors(gpus // pp):
             for ulysses in _divisors(gpus // pp // dp) if "ulysses" in axes else (1,):
                 ring = gpus // pp // dp // ulysses
                 if ring == 1 or "ring" in axes:
                     yield {
-                        "gpus": gpus, "cp": None, "pp_degree": pp, "dp_degree": dp,
-                        "ulysses_degree": ulysses if "ulysses" in axes else None,
+                        "pp_degree": pp, "dp_degree": dp, "ulysses_degree": ulysses if "ulysses" in axes else None,
                         "ring_degree": ring if "ring" in axes else None,
                     }  # fmt: skip
 

@@ -81,6 +81,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     cp: Count | None = None
     ulysses_degree: Count | None = None
     ring_degree: Count | None = None
+    tp_degree: Count | UnsetType = UNSET
     pp_degree: Count | UnsetType = UNSET
     dp_degree: Count | UnsetType = UNSET
     batch: Count = 1

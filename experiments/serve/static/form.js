@@ -24,10 +24,11 @@ export function withSet(question, keys) {
 
 const FREED = { ulysses_degree: null, ring_degree: null, cp: null, dp_degree: null };
 
-/** Returns a question with its degrees left to the schedule; of one that splits nothing each GPU is a replica. */
+/** Returns a question with its degrees left to the schedule; of one that splits nothing what is left of GPUs are replicas. */
 function freed(question, gpus) {
   const alone = choices.alone.includes(question.schedule ?? choices.of_stack[question.stack] ?? "ring");
-  return changed(question, { ...FREED, ...(alone && gpus ? { gpus, dp_degree: gpus } : {}) });
+  const each = (question.tp_degree ?? 1) * (question.pp_degree ?? 1);
+  return changed(question, { ...FREED, ...(alone && gpus ? { gpus, dp_degree: Math.floor(gpus / each) } : {}) });
 }
 
 /** Returns a question without options of a schedule that another one may not have. */
@@ -153,8 +154,8 @@ export function offer(some) {
   }
 }
 
-const degreesOf = ({ ulysses_degree: u, ring_degree: r, pp_degree: pp, dp_degree: dp }) =>
-  [pp > 1 ? `${pp} stages` : "", u ? `Ulysses ${u}` : "", r ? `ring ${r}` : "", dp > 1 || !(u || r || pp > 1) ? `${dp} replica${dp > 1 ? "s" : ""}` : ""].filter(Boolean).join(" × ");
+const degreesOf = ({ ulysses_degree: u, ring_degree: r, tp_degree: tp, pp_degree: pp, dp_degree: dp }) =>
+  [tp > 1 ? `TP ${tp}` : "", pp > 1 ? `${pp} stages` : "", u ? `Ulysses ${u}` : "", r ? `ring ${r}` : "", dp > 1 || !(u || r || pp > 1 || tp > 1) ? `${dp} replica${dp > 1 ? "s" : ""}` : ""].filter(Boolean).join(" × ");
 
 function grey(option, why) {
   option.disabled = Boolean(why);

@@ -111,7 +111,7 @@ function take(one, question) {
 
 const CONTROLS = {
   model: "model", cluster: "cluster", gpus: "gpus", nodes: "gpus", seq: "length", global_batch: "global", schedule: "schedule",
-  stack: "stack", software: "software", ulysses_degree: "degrees", ring_degree: "degrees", pp_degree: "degrees", dp_degree: "degrees", mask: "mask",
+  stack: "stack", software: "software", ulysses_degree: "degrees", ring_degree: "degrees", tp_degree: "degrees", pp_degree: "degrees", dp_degree: "degrees", mask: "mask",
 };
 
 /** What the form calls a field that an error names. */

@@ -12,7 +12,8 @@ import msgspec
 
 from sim.balance.documents import planned_schedules
 from sim.base.errors import InputError
-from sim.plan.search.stages import OF_PIPELINES, num_stages, pipelines
+from sim.plan.search.degrees import DEGREES, asked_stages, meshes
+from sim.plan.search.stages import OF_PIPELINES, pipelines
 from sim.plan.search.tensors import DECIDED, as_options, grid_of
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.schedule.model.adapters import adapts_mlp
@@ -164,17 +165,16 @@ def families(
     """Return all schedules with all degrees that take the GPUs of a setup. What the setup itself says of schedule,
     degrees and options is not varied; replicas are: as many as share its ``global_batch``, or where that is ``any`` or
     none, all numbers, each with as many sequences as ``batch`` says. So are stages of a pipeline, where micro-batches
-    fill them and nobody says how many (``sim.plan.search.stages``). Values of an option that ``OPTIONS`` does not
-    order make families of their own. With the ``price`` of a GPU-hour best is what costs least; ``beside`` is said with
-    the degrees. Of groups of ``tensors`` it is varied what becomes of each, instead of what becomes of all; then values
-    of ``mlp``, with which blocks have other tensors, make families of their own, too.
+    fill them and nobody says how many (``sim.plan.search.stages``), and shares of weights, where options list degrees
+    (``sim.plan.search.degrees``). Values of an option that ``OPTIONS`` does not order make families of their own. With
+    the ``price`` of a GPU-hour best is what costs least; ``beside`` is said with the degrees. Of groups of ``tensors``
+    it is varied what becomes of each, instead of what becomes of all; then values of ``mlp``, with which blocks have
+    other tensors, make families of their own, too.
 
     Whether a combination is valid is for builders to say: what they refuse is in it. Raises InputError for an option
     that no schedule has, or for one without values.
     """
     _require_options(options)
-    if setup.tp_degree != 1:
-        raise InputError(f"`tp_degree` {setup.tp_degree}: plans do not vary shares of weights yet; set it to 1")
     sequences = _sequences(setup)
     whole = setup.replace(ulysses_degree=None, ring_degree=None, cp=None)
     every = as_ring(whole)
@@ -183,8 +183,8 @@ def families(
     fixed = {key.partition(".")[2] for key, _ in names.pairs(setup.set) if key.startswith("schedule.")}
     if tensors and (both := fixed & {*DECIDED}):
         raise InputError(f"`tensors` are decided one by one: leave out `set` schedule.{min(both)}")
-    found, asked = list[Family](), not isinstance(setup.pp_degree, names.Untold)
-    for name, ranks in _schedules(setup, gpus // setup.pp_degree):
+    found, asked = list[Family](), bool(asked_stages(setup, options))
+    for name, ranks in _schedules(setup, gpus // setup.pp_degree // setup.tp_degree):
         entry = names.entry(name)
         has = {*msgspec.to_builtins(entry.options or {})} - fixed - {*OF_PIPELINES}
         varied = {key: values for key, values in options.items() if key in has - {*(DECIDED if tensors else ())}}
@@ -195,38 +195,43 @@ def families(
         others = {key: values for key, values in varied.items() if key not in grid}
         title = names.schedule_name(name)
         axes = ("ring",) if ranks else entry.degrees
-        for pp, (dp, ulysses, ring) in _degrees(axes, gpus, num_stages(setup, gpus, sequences)):
+        for mesh in meshes(setup, options, axes, gpus, per_node, sequences):
+            dp, ulysses, ring = mesh.dp, mesh.ulysses, mesh.ring
             if sequences is not None and not _is_shared(sequences, dp, setup.batch):
                 continue
             if setup.schedule is None and _is_another(title, axes, ulysses, ring):
                 continue
             if setup.ulysses_degree not in {None, ulysses} or setup.ring_degree not in {None, ring}:
                 continue
-            if ranks not in {None, ring} or setup.cp not in {None, ulysses * ring}:
+            if ranks not in {None, ring} or setup.cp not in {None, mesh.sharing}:
                 continue
-            spans = ulysses > 1 and ring > 1 and ulysses * ring > per_node and "placement" not in fixed
+            spans = ulysses > 1 and ring > 1 and mesh.tp * mesh.sharing > per_node and "placement" not in fixed
             orders = tuple(options.get("placement", names.PLACEMENTS)) if spans else ()
             base = setup.replace(
-                schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, pp_degree=pp, jitter=0.0
+                schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, pp_degree=mesh.pp,
+                tp_degree=mesh.tp, jitter=0.0,
+            )  # fmt: skip
+            each, inside = (
+                setup.batch * dp if sequences is None else sequences,
+                {"TP": mesh.tp, "U": ulysses, "R": ring},
             )
-            each = setup.batch * dp if sequences is None else sequences
             base = base.replace(
                 cp=None, ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None,
                 global_batch=None if sequences is None else sequences,
             )  # fmt: skip
             for values in product(*([*others.values()] + [orders] * bool(orders))):
                 chosen = dict(zip([*others, "placement"], values, strict=False))
-                like = _named(title, {"U": ulysses, "R": ring}, dp * pp, chosen, beside) if pp > 1 else ""
+                like = _named(title, inside, dp * mesh.pp, chosen, beside) if mesh.pp > 1 else ""
                 for pipeline in pipelines(base, options, fixed, asked=asked):
                     own = {**chosen, **pipeline.options}
                     placed = base.replace(set={f"schedule.{key}": value for key, value in own.items()}).spelled_out()
-                    named = _named(title, {"U": ulysses, "R": ring, "PP": pp}, dp, own, beside)
+                    named = _named(title, {**inside, "PP": mesh.pp}, dp, own, beside)
                     worth = each if price is None else each / (price * gpus)
                     groups = grid_of(placed, tensors)
                     within_s = target.within_s(each * tokens)
                     one = Family(placed, named, groups | grid, worth, within_s, like, pipeline.bubbles, [*groups])
                     found.append(one)
-    return sorted(found, key=lambda one: one.setup.pp_degree)
+    return sorted(found, key=lambda one: (one.setup.pp_degree, one.setup.tp_degree))
 
 
 def _schedules(setup: Setup, gpus: int) -> Iterator[tuple[str | Build | Entry, int | None]]:
@@ -245,15 +250,6 @@ def _is_ordered(key: str, values: Sequence[str]) -> bool:
 
 def _ordered(key: str, values: Sequence[str]) -> Sequence[str]:
     return tuple(sorted({*values}, key=OPTIONS[key].index)) if len(values) > 1 else tuple(values)
-
-
-def _degrees(axes: Sequence[str], gpus: int, stages: Sequence[int]) -> Iterator[tuple[int, tuple[int, int, int]]]:
-    """Yield stages, with replicas and degrees of heads and of parts of sequences whose product are the GPUs of one."""
-    for pp in stages:
-        for dp, ulysses in product(divisors(gpus // pp), divisors(gpus // pp)):
-            ring, rest = divmod(gpus // pp, dp * ulysses)
-            if rest == 0 and ("ulysses" in axes or ulysses == 1) and ("ring" in axes or ring == 1):
-                yield pp, (dp, ulysses, ring)
 
 
 def _is_another(name: str, axes: Sequence[str], ulysses: int, ring: int) -> bool:
@@ -283,7 +279,7 @@ def _named(schedule: str, inside: Mapping[str, int], dp: int, chosen: Mapping[st
 
 
 def _require_options(options: Mapping[str, Sequence[str]]) -> None:
-    known = {"placement"}
+    known = {"placement", *DEGREES}
     for entry in SCHEDULES.values():
         known |= {*msgspec.to_builtins(entry.options or LayerOptions())}
     for key, values in options.items():

@@ -10,7 +10,6 @@ from sim.schedule.model.pipeline.stages import Stages
 from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.setup import names
 from sim.setup.global_batch import divisors
-from sim.setup.names import Untold
 from sim.setup.setup import Setup
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
@@ -37,12 +36,12 @@ class Pipeline(NamedTuple):
     """How many times the kernels of all layers stages wait at least."""
 
 
-def num_stages(setup: Setup, gpus: int, sequences: int | None) -> Sequence[int]:
-    """Return how many stages are tried on some GPUs: as many as are asked for; else one, and all numbers that share
+def num_stages(setup: Setup, gpus: int, sequences: int | None, asked: Sequence[int]) -> Sequence[int]:
+    """Return how many stages are tried on some GPUs: as many as are ``asked`` for; else one, and all numbers that share
     them and the layers equally and that all sequences of a global batch fill.
     """
-    if not isinstance(setup.pp_degree, Untold):
-        return [setup.pp_degree]
+    if asked:
+        return asked
     layers = setup.layers or setup.model_spec.num_layers
     if sequences is None or not _can_be_cut(setup):
         return [1]

@@ -76,10 +76,12 @@ def _size(family: Family) -> int:
 
 
 def unusual(family: Family) -> tuple[int, bool, int]:
-    """Return how unusual a family is: stages, its schedule, heads that are split between nodes, few parts of heads."""
+    """Return how unusual a family is: stages, shares of weights, its schedule, heads that are split between nodes, few
+    parts of heads.
+    """
     name, ulysses = family.named.partition(" ")[0], family.setup.ulysses_degree or 1
     order = USUAL.index(name) if name in USUAL else len(USUAL)
     per_node = names.cluster_spec(family.setup.cluster).gpus_per_node
-    between = ulysses > per_node or family.named.endswith("ring-inner)")
-    staged = family.setup.pp_degree > 1
-    return order + len(USUAL) * (between + 2 * staged), between, -ulysses
+    pp, tp = family.setup.pp_degree, family.setup.tp_degree
+    between = ulysses * tp > per_node or family.named.endswith("ring-inner)")
+    return order + len(USUAL) * (between + 2 * (pp > 1) + 2 * (tp > 1)), between, -ulysses

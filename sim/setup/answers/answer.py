@@ -20,7 +20,7 @@ from sim.engine.intervals.regime import Regime, regime
 from sim.engine.play.simulate import Simulation
 from sim.engine.results.report import Evidence, Report
 from sim.schedule.methods.catalog import NAMED
-from sim.setup.answers.places import place_of
+from sim.setup.answers.places import choice_of, place_of
 from sim.setup.global_batch import told
 from sim.setup.names import scope_title
 from sim.setup.played import PlayedStep
@@ -139,7 +139,7 @@ def what_fits(found: Iterable[Mapping[str, Any]]) -> str:
     found = list(found)
     fitting = [row for row in found if row["fits"] is not False and row["step_time_s"] is not None]
     keys = [*found[0]][: [*found[0]].index("row")]
-    names = {id(row): " ".join(filter(None, (row["row"], place_of(row, keys)))) for row in found}
+    names = {id(row): " ".join(filter(None, (choice_of(row, keys, row["row"]), place_of(row, keys)))) for row in found}
     if not fitting:
         played = [row for row in found if not row["error"]]
         if not played:

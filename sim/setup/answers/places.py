@@ -19,7 +19,7 @@ from sim.setup.names import scope_title, tokens
 Row = Mapping[str, Any]
 """What is varied, and figures as ``explore`` has them."""
 
-_CHOICES = ("schedule", "stack", "ulysses_degree", "ring_degree", "cp", "pp_degree", "dp_degree")
+_CHOICES = ("schedule", "stack", "ulysses_degree", "ring_degree", "cp", "tp_degree", "pp_degree", "dp_degree")
 _AT = {"seq": "at", "model": "for", "gpus": "on", "nodes": "on", "cluster": "on"}
 _COUNTED = {"gpus": "GPU", "nodes": "node"}
 _MOST = 6

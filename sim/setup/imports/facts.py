@@ -37,6 +37,7 @@ FACTS: dict[str, str] = {
     "ring": "ranks that split its tokens",
     "factors": "the same two numbers, one behind the other",
     "method": "how they do it: a name of the framework's methods",
+    "tp": "ranks that share out weights",
     "pp": "stages of a pipeline",
     "chunks": "chunks of layers that each stage has",
     "chunk_layers": "layers of each chunk",
@@ -96,6 +97,8 @@ class Row(NamedTuple):
     """Whether it does not matter where the model is given otherwise."""
     of_stages: bool = False
     """Whether it does not matter where there is one stage."""
+    of_shares: bool = False
+    """Whether it does not matter where ranks have whole weights."""
     is_default: bool = False
     """Whether the file has it not, and the framework takes it."""
 
@@ -171,7 +174,7 @@ def _written(
     for name, text in file.given.items():
         if key := framework.key(name):
             row, said = _row(name, text, key, names, anyway=anyway)
-            yield row._replace(of_model=_of_model(key), of_stages=key.of_stages), said
+            yield _matters(row, key), said
         elif why := framework.ignored(name):
             yield Row(name, text, "ignored", why), {}
         elif text in _OPEN:
@@ -186,11 +189,13 @@ def _defaults(framework: Framework, keys: set[str], *, anyway: bool) -> Iterator
         if key.default is not None and not {name, key.unless} & keys:
             row, said = _row(name, key.default, key, set(), anyway=anyway)
             row = row._replace(value=f"({key.default})", is_default=True)
-            yield row._replace(of_model=_of_model(key), of_stages=key.of_stages), said
+            yield _matters(row, key), said
 
 
-def _of_model(key: Key) -> bool:
-    return key.of_model or key.fact in MODEL
+def _matters(row: Row, key: Key) -> Row:
+    """Return a row with what its key is of."""
+    of_model = key.of_model or key.fact in MODEL
+    return row._replace(of_model=of_model, of_stages=key.of_stages, of_shares=key.of_shares)
 
 
 def _row(name: str, text: str, key: Key, names: set[str], *, anyway: bool) -> tuple[Row, Mapping[str, str]]:

@@ -40,8 +40,10 @@ class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether it does not matter where the model is given otherwise."""
     of_stages: bool = False
     """Whether it matters only where a pipeline has several stages."""
+    of_shares: bool = False
+    """Whether it matters only where ranks share out weights."""
     needs: dict[str, str] = {}
-    """Other keys that the framework wants beside some values, as ``recompute_method=uniform``."""
+    """Other keys that the framework wants beside some values, as ``recompute_method=uniform``; ``*`` is any other."""
     file: str = ""
     """The framework whose file it names, which then has to be given, too."""
 
@@ -73,6 +75,13 @@ class Stages(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the schedule, as this framework's code has them then."""
 
 
+class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a framework does where ranks share out weights."""
+
+    options: dict[str, str] = {}
+    """Of the schedule, as this framework's code has them then."""
+
+
 class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How to read the files of one framework."""
 
@@ -87,6 +96,7 @@ class Framework(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     assumed: dict[str, Assumption] = {}
     methods: dict[str, Method] = {}
     stages: Stages | None = None
+    shares: Shares = Shares()
     harmless: dict[str, str] = {}
     """Patterns of keys that change neither time nor memory here, and why."""
     assigns: bool = False

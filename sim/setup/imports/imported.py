@@ -13,8 +13,14 @@ from sim.setup.imports.facts import Row, Said, Understood, understood
 from sim.setup.imports.frameworks import framework_of, frameworks
 from sim.setup.imports.model import model_of
 from sim.setup.imports.reading import File, read
-from sim.setup.imports.writing import Answer, Writer, stages_of
+from sim.setup.imports.writing import Answer, Writer, degree_of
 from sim.setup.setup import Setup
+
+_ALONE = {
+    "pp": ("of_stages", "of a pipeline, and there is one stage"),
+    "tp": ("of_shares", "of tensor parallelism, and ranks have whole weights"),
+}
+"""By degree the field of rows that do not matter where it is 1, and why they do not."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +55,10 @@ class Imported:
         if "model" in given:
             means = "the model is given"
             rows = [row._replace(state="ignored", means=means) if row.of_model else row for row in rows]
-        if stages_of(self.understood, given) == 1:
-            means = "of a pipeline, and there is one stage"
-            rows = [row for row in rows if not (row.of_stages and row.is_default)]
-            rows = [row._replace(state="ignored", means=means) if row.of_stages else row for row in rows]
+        for fact, (field, means) in _ALONE.items():
+            if degree_of(fact, self.understood, given) == 1:
+                rows = [row for row in rows if not (getattr(row, field) and row.is_default)]
+                rows = [row._replace(state="ignored", means=means) if getattr(row, field) else row for row in rows]
         return (*rows, *wrong.values())
 
     def not_sayable(self, **given: Any) -> tuple[Row, ...]:

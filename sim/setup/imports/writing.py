@@ -1,4 +1,4 @@
-"""A setup from what files say: who shares a sequence, replicas, stages, shards, micro-batches."""
+"""A setup from what files say: who shares a sequence and weights, replicas, stages, shards, micro-batches."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ class Answer(NamedTuple):
     assumptions: tuple[str, ...]
 
 
-def stages_of(said: Understood, given: Mapping[str, Any]) -> int:
-    """Return how many stages a pipeline has: what is ``given`` comes before what files say."""
-    if given.get("pp_degree") is not None:
-        return names.at_least_one("pp_degree", given["pp_degree"])
-    return int(said.facts["pp"].value) if "pp" in said.facts else 1
+def degree_of(fact: str, said: Understood, given: Mapping[str, Any]) -> int:
+    """Return how many stages a pipeline has (pp), or ranks that share out weights (tp): what is ``given`` comes before
+    what files say.
+    """
+    name = f"{fact}_degree"
+    if given.get(name) is not None:
+        return names.at_least_one(name, given[name])
+    return int(said.facts[fact].value) if fact in said.facts else 1
 
 
 class Writer:
@@ -57,9 +60,10 @@ class Writer:
         self.facts |= {fact: str(count) for fact, count in self.typed.items()}
         for fact in ("global_batch", "global_tokens") if "accumulation" in self.typed else ():
             self.facts.pop(fact, None)  # which so many micro-batches say otherwise
-        self.methods, self.pp = said.framework.methods, stages_of(said, given)
+        self.methods = said.framework.methods
+        self.tp, self.pp = (degree_of(fact, said, given) for fact in ("tp", "pp"))
         self.assumptions = list[str]()
-        self.options = self._below("schedule.")
+        self.options = (said.framework.shares.options if self.tp > 1 else {}) | self._below("schedule.")
         """Of the schedule."""
 
     def answer(self) -> Answer:
@@ -72,7 +76,8 @@ class Writer:
         gpus, replicas = self._ranks(cluster, math.prod(degrees.values()))
         self._shard(replicas, math.prod(degrees.values()))
         fields = {"cluster": cluster, "schedule": schedule, **self._degrees(schedule, degrees)}
-        fields |= {"gpus": gpus, "pp_degree": self.pp, "dp_degree": replicas, **self._sequences(replicas)}
+        fields |= {"gpus": gpus, "tp_degree": self.tp, "pp_degree": self.pp, "dp_degree": replicas}
+        fields |= self._sequences(replicas)
         given = {name: value for name, value in self.given.items() if name != "global_batch" or name not in fields}
         fields |= {**{name: value for name, value in model.items() if name != "set"}, **given}
         if "dtype" in self.facts and names.model(fields["model"]).dtype != self.facts["dtype"]:
@@ -190,12 +195,14 @@ class Writer:
 
     def _ranks(self, cluster: Any, cp: int) -> tuple[int, int]:
         """Return GPUs and replicas."""
-        whole = cp * self.pp
+        whole = cp * self.tp * self.pp
         if "dp_degree" in self.given:
             return self.given.get("gpus", self.given["dp_degree"] * whole), self.given["dp_degree"]
         gpus = self.given.get("gpus") or self._gpus(cluster, whole)
         if gpus % whole:
-            ranks = f"{cp} ranks that share a sequence" + (f" x {self.pp} stages" if self.pp > 1 else "")
+            beside = {f"{self.tp} that share out weights": self.tp, f"{self.pp} stages": self.pp}
+            several = (name for name, count in beside.items() if count > 1)
+            ranks = " x ".join([f"{cp} ranks that share a sequence", *several])
             raise InputError(
                 f"`gpus` {gpus} is no multiple of the {ranks}: set `gpus` to {max(1, gpus // whole) * whole}, or the "
                 f"degrees"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shlex
 from typing import Any
@@ -192,8 +193,8 @@ def test_choices_that_cannot_be_made_have_their_reason() -> None:
     heads = setup.model_spec.num_heads
     assert told["schedules"]["zigzag"] == ""
     for one in told["degrees"]:
-        assert one["ulysses_degree"] * one["dp_degree"] == 8
-        assert bool(one["why"]) == (heads % one["ulysses_degree"] != 0), one
+        assert one["ulysses_degree"] * one["tp_degree"] * one["dp_degree"] == 8
+        assert bool(one["why"]) == (heads % (one["ulysses_degree"] * one["tp_degree"]) != 0), one
     assert [one["ulysses_degree"] for one in told["degrees"] if one["now"]] == [8]
     assert not told["techniques"]["FSDP"]["on"]
     assert told["techniques"]["FSDP"]["turns"] == {"zero_stage": "3"}
@@ -209,10 +210,32 @@ def test_stages_are_offered_where_micro_batches_fill_them() -> None:
     for part in offers(setup, setup.resolved()):
         told |= part
     assert {one["pp_degree"] for one in told["degrees"]} == {1, 2}
-    assert all(one["pp_degree"] * one["ulysses_degree"] * one["dp_degree"] == 8 for one in told["degrees"])
+    degrees = ("tp_degree", "pp_degree", "ulysses_degree", "dp_degree")
+    assert all(math.prod(one[name] for name in degrees) == 8 for one in told["degrees"])
     now = [(one["pp_degree"], one["ulysses_degree"], one["dp_degree"]) for one in told["degrees"] if one["now"]]
     assert now == [(2, 4, 1)]
     assert question_of(setup).pp_degree == 2
+
+
+def test_shares_of_weights_are_offered_within_a_node() -> None:
+    """Of a model that has them; of another each is there once, with its reason."""
+    some = TINY | {"schedule": "ulysses", "gpus": 8, "scope": "step", "layers": 2, "tp_degree": 2}
+    setup = setup_of(converted(some))
+    told: dict[str, Any] = {}
+    for part in offers(setup, setup.resolved()):
+        told |= part
+    shares = [(one["tp_degree"], one["ulysses_degree"], one["dp_degree"]) for one in told["degrees"] if not one["why"]]
+    assert shares == [(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8), (2, 4, 1), (2, 2, 2), (2, 1, 4), (4, 2, 1),
+                      (4, 1, 2), (8, 1, 1)]  # fmt: skip
+    assert [(one["tp_degree"], one["ulysses_degree"]) for one in told["degrees"] if one["now"]] == [(2, 4)]
+    assert question_of(setup).tp_degree == 2
+    assert "--tp-degree 2" in command_of(setup)
+    assert "tp_degree=2," in python_of(setup)
+    other = setup_of(converted(some | {"tp_degree": 1, "set": {"model.lora_rank": "4"}}))
+    (offered,) = [part["degrees"] for part in offers(other, other.resolved()) if "degrees" in part]
+    refused = {one["tp_degree"]: one["why"] for one in offered if one["why"]}
+    assert [*refused] == [2, 4, 8]
+    assert all("adapters of tiny are not computed in parts yet" in why for why in refused.values())
 
 
 def test_variants_stand_side_by_side_and_one_that_cannot_be_played_says_why() -> None:

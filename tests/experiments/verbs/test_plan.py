@@ -162,3 +162,19 @@ def test_plan_refuses_what_is_no_budget(capsys: pytest.CaptureFixture[str]) -> N
     assert "at most what a GPU has" in fails(capsys, *small, "--memory-budget", "100GiB")
     assert "unknown tensor 'gates' (did you mean 'gate'?)" in fails(capsys, *small, "--tensors", "gates")
     assert "leave out --longest" in fails(capsys, *small, "--longest", "--tensors", "x")
+
+
+def test_plan_takes_several_degrees_and_any_of_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where others are one value; of stages as of shares of weights."""
+    small = (*PLANNED[:-2], "--seq", "64K", "--vary", "checkpoint=full", "--vary", "mlp=whole", "--global-batch", "2")
+    small = (*small, "--vary", "activations=hbm", "--vary", "optimiser=gpu", "--most", "1", "--json")
+    small = (*small, "--vary", "pipeline_schedule=1f1b")
+    staged = "PP 2, pipeline_schedule 1f1b"
+    for typed, degrees in (
+        (("--tp-degree", "any", "--pp-degree", "2"), {staged}),
+        (("--tp-degree", "1,2", "--pp-degree", "1,2"), {"U 2", "2 replicas", "TP 2", staged}),
+    ):
+        lost = json.loads(run(capsys, *small, *typed))["lost"]
+        assert {row["degrees"] for row in lost} == degrees
+    assert "--tp-degree 3 does not divide num_heads" in fails(capsys, *small, "--tp-degree", "1,3")
+    assert "--gpus 1,2: expected one value" in fails(capsys, *small, "--gpus", "1,2")

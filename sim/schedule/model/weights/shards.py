@@ -148,10 +148,16 @@ def rows_later(
     each, full = _rows_of_each(workload, len(within.group_of(role)))
     if max(here, there) >= full:
         return None
-    for flat in [unit.flat for unit in units(workload)] if share.of > 1 else ():
+    for flat in _kinds(workload) if share.of > 1 else ():
         if _counted(share, flat, each[flat.name], here) != _counted(share, flat, each[flat.name], there):
             return None
     return {name: rows * (there - here) for name, rows in each.items()}
+
+
+@lru_cache(maxsize=64)
+def _kinds(workload: Workload) -> tuple[Tensor, ...]:
+    """Return one flat tensor of all that consist of the same: those of layers do."""
+    return tuple({unit.flat.parts: unit.flat for unit in units(workload)}.values())
 
 
 @lru_cache(maxsize=64)
