@@ -64,6 +64,6 @@ def _states_bytes(workload: Workload, options: LayerOptions, parts: int, weights
     working = weights if stage < 3 else weights // parts if works else 0
     total = 3 * states * weights // parts + own * working
     total += own * (frozen if stage < 3 else frozen // parts)
-    several = options.micro_batches > 1 or options.accumulate == "in-place"
+    several = options.micro_batches > 1 or options.accumulate != "copies"
     adds_whole = stage >= 2 and several and options.sync == "last"
     return total + (sent * weights if stage == 1 or adds_whole else states * weights // parts)

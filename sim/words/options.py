@@ -138,11 +138,12 @@ class LayerOptions:
     """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
     and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are
     summed once in any case: with every, behind the last backward pass where there are several or the stage is 1."""
-    accumulate: Literal["copies", "in-place"] = "copies"
+    accumulate: Literal["copies", "in-place", "in-products"] = "copies"
     """How whole gradients add up in fp32: an fp32 copy of each micro-batch's is added to those before (copies), or each
     as it is to one fp32 buffer of all weights, which is there from step to step and begins each as zeros (in-place), as
-    Megatron-LM's main_grad (megatron-core 0.16.1 distributed/distributed_data_parallel.py) and nanotron's
-    FP32GradientAccumulator (0.4 optim/gradient_accumulator.py)."""
+    nanotron's FP32GradientAccumulator (0.4 optim/gradient_accumulator.py); or those of matrices are added there by the
+    products that make them (in-products), as Megatron-LM's main_grad (megatron-core 0.16.1 tensor_parallel/layers.py,
+    gradient_accumulation_fusion): no kernel of its own adds them, but that of an embedding."""
 
     def of_scope(self, scope: str, tp: int = 1) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one, and those of tensor parallelism only
@@ -193,12 +194,10 @@ class LayerOptions:
                 f"`set` schedule.gather=all is of stages 1 and 2, and zero_stage={self.zero_stage} is set: "
                 f"at stage 0 no weights are gathered, at 3 each unit's for each pass"
             )
-        if self.accumulate == "in-place" and (
-            (self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"
-        ):
+        if self.accumulate != "copies" and ((self.zero_stage >= 2 and self.sync == "every") or self.reduce == "model"):
             raise InputError(
-                f"`set` schedule.accumulate=in-place adds whole gradients up in fp32: set schedule.zero_stage to 0 or "
-                f"1, or schedule.sync=last, and leave out `set` schedule.reduce; zero_stage={self.zero_stage}, "
+                f"`set` schedule.accumulate={self.accumulate} adds whole gradients up in fp32: set schedule.zero_stage "
+                f"to 0 or 1, or schedule.sync=last, and leave out `set` schedule.reduce; zero_stage={self.zero_stage}, "
                 f"sync={self.sync}, reduce={self.reduce} are set"
             )
         return found

@@ -45,6 +45,7 @@ from sim.schedule.ir.ops import (
     LogitKernel,
     LogitLoss,
     Merge,
+    Pack,
     StateSum,
     StreamingKernel,
     TiledKernel,
@@ -234,6 +235,9 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     variant = "gather" if isinstance(op, Copy) and op.order else "fused" if isinstance(op, CrossEntropy) else ""
     elements = math.prod(first.shape)
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
+    if isinstance(op, Pack) and op.by_products:
+        others = sum(math.prod(one.shape) for one in op.gradients if len(one.shape) == 1)
+        moved = moved * others // op.flat.shape[0]
     if isinstance(op, AdamW):
         moved -= program.nbytes(op.gradient)  # where gradients are scaled first, software has a kernel of its own
     flops = op.meta.flops_per_element * elements

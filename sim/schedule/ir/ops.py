@@ -693,6 +693,9 @@ class Pack(_Kernel, frozen=True, kw_only=True):
     gradients: Annotated[tuple[View, ...], In(contiguous=True)]
     flat: Annotated[View, Out("i", "alike or wide", read_if="adds")]
     adds: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    by_products: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """Whether the products that made matrices among them have added them already: on a GPU only the others take time.
+    Executed, this kernel adds all."""
 
 
 class SquareSum(_Kernel, frozen=True, kw_only=True):

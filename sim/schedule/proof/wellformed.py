@@ -354,6 +354,8 @@ def _flat_problem(op: ops.Pack | ops.Unpack | ops.SquareSum) -> str:
     """Return what does not fit of a flat tensor."""
     if isinstance(op, ops.SquareSum):
         return "" if op.square.shape == (1,) else f"sums up to {op.square.shape} numbers: allowed is 1"
+    if isinstance(op, ops.Pack) and op.by_products and not op.adds:
+        return "adds nothing, but products are to have added: allowed is by_products with adds"
     parts = op.gradients if isinstance(op, ops.Pack) else op.weights
     elements = sum(math.prod(part.shape) for part in parts)
     return "" if elements == op.flat.shape[0] else f"has {elements} elements in parts, and {op.flat.shape[0]} flat"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, partial
+from typing import Literal
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Accumulate, AllReduce, Hold, HostSync, Pack, ReduceScatter, SquareSum, Zero
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
-from sim.schedule.model.scope import Unit, trained, trained_of
+from sim.schedule.model.scope import HEADED, LAYER, Unit, trained, trained_of
 from sim.schedule.model.weights.owned import Owned
 from sim.schedule.model.weights.params import Reduced, Room, sum_over_group
 from sim.schedule.model.write import Values
@@ -28,10 +29,11 @@ class Summing:
     parallel/pipeline_parallel/engine.py, _get_bwd_context).
 
     With reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
-    accumulate=in-place a unit's gradients are added, as they are, to a buffer that a step begins with as zeros and
-    holds to its end. With bucket_mb those of the last backward pass go through buckets in the model's data type, which
-    stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron 0.4
-    optim/gradient_accumulator.py, fp32_accum_hook); where there are no replicas there is no DDP (trainer.py, make_ddp).
+    accumulate=in-place or in-products a unit's gradients are added, as they are, to a buffer that a step begins with as
+    zeros and holds to its end. With bucket_mb and in-place those of the last backward pass go through buckets in the
+    model's data type, which stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron
+    0.4 optim/gradient_accumulator.py, fp32_accum_hook); where there are no replicas there is no DDP (trainer.py,
+    make_ddp).
 
     Where the optimiser is on the host each summed gradient goes there; its squares are summed up before, on the GPU, as
     DeepSpeed's runtime/zero/stage3.py does it.
@@ -54,13 +56,13 @@ class Summing:
         at_once = options.sync == "last"
         self._sums_late = not at_once and (owned.stage == 1 or (owned.stage == 0 and options.micro_batches > 1))
         """Whether gradients are summed over ranks when all units have theirs."""
-        self._adds_whole = at_once and (options.micro_batches > 1 or options.accumulate == "in-place")
+        self._adds_whole = at_once and (options.micro_batches > 1 or options.accumulate != "copies")
         """Whether those of micro-batches add up before they are summed over ranks, unit by unit."""
         self._in_place: dict[Unit, View] = {}
         """The buffer to which all gradients of a unit are added, where there is one from step to step."""
         self._filled: list[View] = []
         """Buckets in the model's data type, out of which the last gradients are added to these."""
-        if options.accumulate == "in-place":
+        if options.accumulate != "copies":
             zeros = {unit: partial(self._zeros, unit) for unit in owned.trained}
             self._in_place = {unit: self._b.call(f"zero {unit.name}", unit.layer, made) for unit, made in zeros.items()}
 
@@ -83,8 +85,9 @@ class Summing:
         """Return the same of a unit that is trained."""
         if self._in_place:
             flat = self._in_place[unit]
-            sums = self._owned.shards.gradients or self._owned.shards.across
-            if not (self._owned.options.bucket_mb and sums) or self._to_come[unit] > 1:
+            shards, options = self._owned.shards, self._owned.options
+            copies = options.bucket_mb and options.accumulate == "in-place" and (shards.gradients or shards.across)
+            if not copies or self._to_come[unit] > 1:
                 return (flat,)
             made = self._b.buffer(f"buckets of {unit.name}", "i", flat.shape, self._b.workload.dtype, "communication")
             self._filled.append(made)
@@ -136,7 +139,9 @@ class Summing:
                 b.add(Pack(label=f"fill buckets of {unit.name}", gradients=gradients, flat=packed))
                 b.add(Accumulate(label=label, source=packed, into=into))
             if not buckets:
-                b.add(Pack(label=label, gradients=gradients, flat=into, adds=True))
+                added = self._owned.options.accumulate == "in-products" and unit.name in {LAYER, HEADED.name}
+                by: Literal[True] | UnsetType = True if added else UNSET
+                b.add(Pack(label=label, gradients=gradients, flat=into, adds=True, by_products=by))
         else:
             (flat,) = room or (self._whole_gradient(unit),)
             b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._owned.pad(flat, size)))
