@@ -144,6 +144,11 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
             f"`set` schedule.loss=torch is of logits of all of the vocabulary, and `tp_degree` {mesh.tp} divides it: "
             f"allowed are whole, chunked and unfused"
         )
+    if mesh.tp > 1 and plan.partwise and workload.model.lora_rank:
+        raise InputError(
+            f"`tp_degree` {mesh.tp}: adapters of {workload.model.name} are not computed in parts yet where schedule "
+            f"{plan.name!r} projects q, k and v part by part; set it to 1, or choose another `schedule`"
+        )
     if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "

@@ -86,7 +86,8 @@ class Group(NamedTuple):
         """Of all tokens of the group: what is gathered, and sums that lack terms."""
         for at, equation in enumerate(equations):
             if not wide[at]:
-                rows.write(equation)
+                begins = equation.adds and equation.results[0] not in values
+                rows.write(equation._replace(adds=False) if begins else equation)
                 yield from equation.results
                 continue
             for tensor in equation.operands:
