@@ -52,7 +52,7 @@ def test_shares_of_weights_are_a_degree_where_layers_have_them() -> None:
         "ulysses 4 x dp 1 x tp 1", "ulysses 1 x dp 2 x tp 2", "ulysses 1 x dp 1 x tp 4", "ulysses 2 x dp 2 x tp 1",
     }  # fmt: skip
     assert named["ulysses 1 x dp 1 x tp 4"].resolved().mesh.named() == "TP 4"
-    alone = [make_setup("ulysses", scope="attention"), make_setup("ulysses", set={"model.lora_rank": 4})]
+    alone = [make_setup("ulysses", scope="attention"), make_setup("ulysses", set={"model.qk_norm": "all"})]
     assert not [step.change for one in alone for step in steps(one) if "tp " in step.change]
 
 

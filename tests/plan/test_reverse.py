@@ -58,13 +58,13 @@ def require_same_as_by_trying(seed: int) -> None:
 
 def require_longest(value: int | None, setup: Setup, options: dict[str, list[str]], limit_s: float) -> None:
     """Assert that something is enough for the length that was found, and nothing for the next one, nor for others
-    beyond: round ones where time counts, which is less where a length divides well.
+    beyond: round ones where time counts, which is less where a length divides well. Weights are not shared out.
     """
     lengths = list(lengths_of_units(8, UNTIL))
     at = -1 if value is None else lengths.index(value)
     others = {at + 2, at + 16} if limit_s == math.inf else {-(-(at + 2) // ROUND) * ROUND}
     for number in {at, at + 1, *others} & {*range(len(lengths))}:
-        found = that_fit(setup.replace(seq=lengths[number]), options)
+        found = that_fit(setup.replace(seq=lengths[number], tp_degree=1), options)
         assert any(step_s <= limit_s for step_s, _ in found) is (number == at), lengths[number]
 
 

@@ -98,8 +98,8 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("nanotron-3d.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 256, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {
-            "schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4",
-            "schedule.pipeline_layers": "18,14"}},
+            "schedule.zero_stage": "1", "schedule.tp_overlap": "none", "schedule.loss": "unfused",
+            "schedule.micro_batches": "4", "schedule.pipeline_layers": "18,14"}},
     ),
 }  # fmt: skip
 """Files, what is typed beside them, and what to predict."""

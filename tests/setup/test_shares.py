@@ -15,8 +15,7 @@ from sim.setup.imports.imported import imported
 from tests.setup.test_imports import FILES, changed
 from tests.setup.test_stages import ARGUMENTS, BRIDGE, MEGATRON, NANOTRON, SWIFT, TITAN
 
-ALONE = "all-reduces in place of sequence parallelism are not simulated yet"
-OVERLAP = "products that overlap with what they gather are not simulated yet"
+CHUNKS = "products in chunks beside hops"
 File = tuple[str, list[tuple[str, str]]]
 
 
@@ -77,20 +76,12 @@ def test_a_file_says_its_shares(name: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[File, dict[str, Any], str]] = {
-    "no flag": (megatron(), {}, "sequence_parallel = (false): splits norms over ranks of tensor parallelism"),
-    "overlap": (megatron("--sequence-parallel --tp-comm-overlap"), {}, OVERLAP),
+    "overlap": (megatron("--sequence-parallel --tp-comm-overlap"), {}, CHUNKS),
     "saved in parts": (megatron("--sequence-parallel", "--distribute-saved-activations"), {},
         "it is of tensor parallelism without sequence parallelism"),
-    "all-reduce": (nanotron(("  tp_mode: REDUCE_SCATTER\n", "")), {},
-        f"parallelism.tp_mode = (ALL_REDUCE): REDUCE_SCATTER is sequence parallelism: {ALONE}"),
-    "asynchronous": (nanotron(("communication: false", "communication: true")), {}, OVERLAP),
     "kept": (nanotron(("SCATTER", "SCATTER\n  tp_recompute_allgather: false")), {}, "is gathered again"),
-    "switched off": (titan("enable_sequence_parallel = false"), {}, ALONE),
-    "async TP": (titan("enable_async_tensor_parallel = true"), {}, OVERLAP),
+    "async TP": (titan("enable_async_tensor_parallel = true"), {}, CHUNKS),
     "a whole loss": (titan("disable_loss_parallel = true"), {}, "the loss is taken of shares of the vocabulary"),
-    "left out": (swift(("sequence_parallel: true", "packing_cache: none")), {"model": "llama3-8b"}, ALONE),
-    "switched off in a recipe": (bridge("model.tensor_model_parallel_size=4", "model.sequence_parallel=false"),
-        {"model": "llama3-8b"}, ALONE),
     "GPUs": (megatron("--sequence-parallel"), {"gpus": 12},
         "`gpus` 12 is no multiple of the 2 ranks that share a sequence x 4 that share out weights: set `gpus` to 8"),
     "heads": (titan(), {"tp_degree": 3, "gpus": 24}, "`tp_degree` 3 does not divide num_heads 32 of llama3-8b"),
@@ -104,10 +95,30 @@ def test_shares_that_are_not_played_are_refused(name: str, tmp_path: Path) -> No
         imported(changed(tmp_path, file, *changes)).setup(**given).resolved().built(ranks=1)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, says) in REFUSED.items() if ALONE in says or OVERLAP in says])
-def test_sequence_parallelism_stands_in_for_what_is_without(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name, (_, _, says) in REFUSED.items() if CHUNKS in says])
+def test_what_is_sent_behind_products_stands_in_for_chunks_of_them(name: str, tmp_path: Path) -> None:
     (file, changes), given, _ = REFUSED[name]
     assert imported(changed(tmp_path, file, *changes), anyway=True).setup(**given).resolved().mesh.tp > 1
+
+
+SENT: dict[str, tuple[File, dict[str, Any], bool, str]] = {
+    "no flag": (megatron(), {}, False, "gradients"),
+    "a flag": (megatron("--sequence-parallel"), {}, True, "gradients"),
+    "all-reduce": (nanotron(("  tp_mode: REDUCE_SCATTER\n", "")), {}, False, "none"),
+    "asynchronous": (nanotron(("communication: false", "communication: true")), {}, True, "shards"),
+    "switched off": (titan("enable_sequence_parallel = false"), {}, False, "none"),
+    "left out": (swift(("sequence_parallel: true", "packing_cache: none")), {"model": "llama3-8b"}, False, "gradients"),
+    "switched off in a recipe": (bridge("model.tensor_model_parallel_size=4", "model.sequence_parallel=false"),
+        {"model": "llama3-8b"}, False, "gradients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_file_says_what_is_sent_between_shares(name: str, tmp_path: Path) -> None:
+    """With sequence parallelism or without, and beside which products."""
+    (file, changes), given, sequence, overlap = SENT[name]
+    options = imported(changed(tmp_path, file, *changes)).setup(**given).resolved().options
+    assert (options.tp_sequence, options.tp_overlap) == (sequence, overlap)
 
 
 def test_keys_of_shares_mean_nothing_where_weights_are_whole(tmp_path: Path) -> None:
@@ -118,7 +129,7 @@ def test_keys_of_shares_mean_nothing_where_weights_are_whole(tmp_path: Path) -> 
     (row,) = [row for row in found.rows() if "async_tensor" in row.key]
     assert (row.state, row.means) == ("ignored", "of tensor parallelism, and ranks have whole weights")
     assert found.setup() == imported(FILES / TITAN).setup()
-    with pytest.raises(InputError, match=OVERLAP):
+    with pytest.raises(InputError, match=CHUNKS):
         found.setup(tp_degree=2, gpus=16)
     alone = imported(FILES / MEGATRON)
     assert not [row for row in alone.rows() if row.key == "sequence_parallel"]
@@ -126,6 +137,9 @@ def test_keys_of_shares_mean_nothing_where_weights_are_whole(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["accelerate", "axolotl", "deepspeed", "hugging-face", "ms-swift"])
-def test_frameworks_without_sequence_parallelism_have_no_shares_yet(name: str) -> None:
+def test_shares_by_modules_are_refused(name: str) -> None:
+    """Hugging Face and DeepSpeed gather behind some modules, as a plan of each model says."""
     whys = [key.why for each, key in frameworks()[name].keys.items() if re.search("tp_size|tensor_parallel", each)]
-    assert whys == [f"ranks that share out weights have all tokens there: {ALONE}"]
+    assert whys == [
+        "ranks that share out weights gather heads or logits there, as modules say one by one: not simulated"
+    ]

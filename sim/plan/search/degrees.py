@@ -68,10 +68,12 @@ def asked_stages(setup: Setup, options: Mapping[str, Sequence[str]]) -> Sequence
     return [_typed("pp_degree", one) for one in options.get("pp_degree", ())]
 
 
-def _typed(name: str, value: str, more: str = "") -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise InputError(f"`{name}` {value}: expected a whole number of 1 or more{more}")
-    return int(value)
+def _typed(name: str, value: object, more: str = "") -> int:
+    """Return a degree that was typed, or given as a number; raises InputError for what is none."""
+    text = str(value)
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"`{name}` {text}: expected a whole number of 1 or more{more}")
+    return int(text)
 
 
 def divides(model: ModelSpec, degree: int) -> bool:

@@ -153,7 +153,9 @@ def _not_in_parts(model: ModelSpec, degree: int) -> str:
         return f"norms of {model.num_kv_heads} key/value heads that several ranks have"
     if {"out", "mlp"} & {*(model.biases or ())}:
         return "biases behind sums over ranks"
-    return "adapters" if model.lora_rank else ""
+    if model.lora_targets and {*model.lora_targets} <= {"k", "v"} and model.num_kv_heads < degree:
+        return f"adapters of {model.num_kv_heads} key/value heads alone that several ranks have"
+    return ""
 
 
 def workload_of_share(workload: Workload, degree: int) -> Workload:

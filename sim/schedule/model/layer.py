@@ -139,6 +139,16 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
             f"`tp_degree` {mesh.tp} divides the weights of layers, and scope 'attention' has none: set it to 1, or "
             f"set `scope` layer or step"
         )
+    if mesh.tp > 1 and plan.partwise and workload.model.lora_rank:
+        raise InputError(
+            f"`tp_degree` {mesh.tp}: adapters of {workload.model.name} are not computed in parts yet where schedule "
+            f"{plan.name!r} projects q, k and v part by part; set it to 1, or choose another `schedule`"
+        )
+    if mesh.tp > 1 and not options.tp_sequence and workload.model.lora_rank:
+        raise InputError(
+            f"`set` schedule.tp_sequence=false: adapters of {workload.model.name} are shared out with sequence "
+            f"parallelism alone yet; leave it out, or set `tp_degree` 1"
+        )
     if options.activations != "hbm" and not layers:
         raise InputError(
             "activations of scope 'attention' stay where they are: leave out `set` schedule.activations, or set "

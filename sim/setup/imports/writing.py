@@ -18,7 +18,7 @@ from sim.setup.setup import Setup
 from sim.setup.stacks import stack_of
 from sim.software.attention import kernels_of
 from sim.software.software import load_software
-from sim.words.options import OF_STEPS
+from sim.words.options import OF_GROUPS, OF_STEPS
 
 CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""
@@ -63,7 +63,10 @@ class Writer:
         self.methods = said.framework.methods
         self.tp, self.pp = (degree_of(fact, said, given) for fact in ("tp", "pp"))
         self.assumptions = list[str]()
-        self.options = (said.framework.shares.options if self.tp > 1 else {}) | self._below("schedule.")
+        said_of = {
+            name: value for name, value in self._below("schedule.").items() if self.tp > 1 or name not in OF_GROUPS
+        }
+        self.options = (said.framework.shares.options if self.tp > 1 else {}) | said_of
         """Of the schedule."""
 
     def answer(self) -> Answer:

@@ -231,11 +231,11 @@ def test_shares_of_weights_are_offered_within_a_node() -> None:
     assert question_of(setup).tp_degree == 2
     assert "--tp-degree 2" in command_of(setup)
     assert "tp_degree=2," in python_of(setup)
-    other = setup_of(converted(some | {"tp_degree": 1, "set": {"model.lora_rank": "4"}}))
+    other = setup_of(converted(some | {"tp_degree": 1, "set": {"model.qk_norm": "all"}}))
     (offered,) = [part["degrees"] for part in offers(other, other.resolved()) if "degrees" in part]
     refused = {one["tp_degree"]: one["why"] for one in offered if one["why"]}
     assert [*refused] == [2, 4, 8]
-    assert all("adapters of tiny are not computed in parts yet" in why for why in refused.values())
+    assert all("norms of all heads of q and k as one of tiny are not computed" in why for why in refused.values())
 
 
 def test_variants_stand_side_by_side_and_one_that_cannot_be_played_says_why() -> None:

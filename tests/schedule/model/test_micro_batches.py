@@ -191,7 +191,9 @@ def test_products_add_gradients_of_matrices() -> None:
     assert moved[f"add gradients of {embedded.name}"] == 10 * math.prod(embedded.flat.shape(workload.model))
     assert moved[f"add gradients of {layer.name}"] == 10 * norms
     alone = make_step("ring", 2, step(), zero_stage=0, accumulate="in-products", bucket_mb=25).schedule.program(0)
-    assert not [op for op in alone.ops if isinstance(op, Pack) and not op.adds]  # all-reduces are of the sums themselves
+    assert not [
+        op for op in alone.ops if isinstance(op, Pack) and not op.adds
+    ]  # all-reduces are of the sums themselves
 
 
 @pytest.mark.parametrize("count", [1, 2])

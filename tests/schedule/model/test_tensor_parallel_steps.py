@@ -313,13 +313,53 @@ def test_the_flat_share_of_another_member() -> None:
         ),
         (Mesh(tp=8), {"qk_norm": "head"}, "norms of 4 key/value heads that several ranks have of test8:4 are not"),
         (Mesh(tp=2), {"biases": ("out",)}, "biases behind sums over ranks of test8:4 are not computed in parts yet"),
-        (Mesh(tp=2), {"lora_rank": 2}, "adapters of test8:4 are not computed in parts yet"),
+        (Mesh(tp=8), {"lora_rank": 2, "lora_targets": ("k", "v")}, "adapters of 4 key/value heads alone that several"),
+        (Mesh(tp=2), {"lora_rank": 2, "tp_sequence": False}, "adapters of test8:4 are shared out with sequence"),
         (Mesh(tp=2), {"scope": "attention", "layers": 1}, "`tp_degree` 2 divides the weights of layers"),
     ],
 )
 def test_what_is_not_shared_out_is_refused(mesh: Mesh, chosen: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         step("single", mesh, **chosen)
+
+
+ADAPTERS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
+    "all, two members a key/value head": ("single", Mesh(tp=4), {"num_kv_heads": 2}),
+    "some, eager": ("single", Mesh(tp=2), {"lora_targets": ("q", "v", "o"), "modules": "eager"}),
+    "of sums alone": ("single", Mesh(tp=2, dp=2), {"lora_targets": ("o", "down"), "zero_stage": 1}),
+    "kept, in stages": ("single", Mesh(tp=2, pp=2), {"checkpoint": "none", "micro_batches": 2, "batch": 2}),
+    "in parts of a sequence": ("zigzag", Mesh(tp=2, ring=2), {"checkpoint": "attention", "activations": "host"}),
+    "in groups of heads": ("ulysses", Mesh(tp=2, ulysses=2), {"qk_norm": "head"}),
+    "beside products": ("single", Mesh(tp=2), {"tp_overlap": "shards"}),
+    "of gradients": ("single", Mesh(tp=2, dp=2), {"tp_overlap": "gradients"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    by_tier({"some, eager"}, {"of sums alone", "in groups of heads", "beside products"}, ADAPTERS),
+)
+def test_adapters_lie_as_what_they_multiply(case: str) -> None:
+    """Proved, and exact."""
+    name, mesh, chosen = ADAPTERS[case]
+    is_exact(step(name, mesh, lora_rank=2, lora_alpha=1.0, **chosen))
+
+
+def test_adapters_that_are_not_summed_over_members() -> None:
+    """Of A beside columns each member has the terms of its own tokens."""
+    schedule = step(lora_rank=2)
+
+    def without(rank: int) -> Program:
+        program = schedule.program(rank)
+        return program.replace(ops=tuple([op for op in program.ops if op.label != "sum dlora_a_q"]))
+
+    refuses(Schedule(schedule.header, without), "packs gradients that are sums over different tokens")
+
+
+@pytest.mark.parametrize("name", ["upipe", "fpdt"])
+def test_adapters_beside_projections_in_parts_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"`tp_degree` 2: adapters of .* where schedule '{name}' projects q, k and v"):
+        step(name, MESHES[name], lora_rank=2)
 
 
 def test_lengths_that_members_do_not_divide_are_refused() -> None:

@@ -89,7 +89,8 @@ class Group(NamedTuple):
         every = rows._replace(tokens=self.every, values=of_all)
         for some in self._together(equations, model):
             if not is_divided(some[0], model):
-                rows.write(some[0])
+                begins = some[0].adds and some[0].results[0] not in values
+                rows.write(some[0]._replace(adds=False) if begins else some[0])
                 yield from some[0].results
                 continue
             of_all |= {tensor: view for tensor, view in values.items() if not is_own(tensor, model)}
@@ -247,9 +248,11 @@ def is_divided(equation: Equation, model: ModelSpec) -> bool:
 
 def _widens(equation: Equation, model: ModelSpec, given: Tensor | None = None) -> bool:
     """Return whether it is a product of what ranks have whole, or of one such tensor, that makes a share of tokens: of
-    columns of a weight forward, of rows backward.
+    columns of a weight forward, of rows backward. Not one that adds to what is there, as fused adapters do.
     """
     operand, made = equation.operands[0], equation.results[0]
+    if equation.adds:
+        return False
     to_share = not (made.of_weight or is_own(made, model))
     return is_product(equation) and is_own(operand, model) and to_share and given in {None, operand}
 
