@@ -26,7 +26,7 @@ from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
 from sim.schedule.model.equations import Block, Equation, back
 from sim.schedule.model.outside import Embedding, Entry, Exit, FromOutside, Loss, ToOutside
-from sim.schedule.model.passes import LayerWriter, written_backward
+from sim.schedule.model.passes import LayerWriter, backward_apart
 from sim.schedule.model.pipeline.stages import Borders, Stages
 from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
@@ -318,7 +318,7 @@ def _claims(
     dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(whole, block)
     written = [*block.forward, block.projections]
     if workload.backward:
-        written += [*written_backward(block, apart=stages.splits_backward), back(*block.projections)]
+        written += [*block.backward, back(*block.projections)]
     if plan.partwise and workload.backward:
         gemms += gemm_flops_again(whole, made_again(block))
     if plan.projects_again and workload.backward:
@@ -336,9 +336,11 @@ def _claims(
         mesh.tp * dp * sum(of(one) * count for work in passes for one, count in work.kinds(layers))
         for of in (plan.flops, plan.wire_bytes)
     )
-    sent_by_group = partial(sent_bytes, workload, mesh.tp, written, sequence=options.tp_sequence)
-    of_group = layers * sent_by_group() if workload.scope != "attention" else 0
-    of_group += ends_bytes(workload, mesh.tp, options) if step else 0
+    sent_by_group = partial(sent_bytes, workload, mesh.tp, sequence=options.tp_sequence)
+    of_group = layers * sent_by_group(written) + (ends_bytes(workload, mesh.tp, options) if step else 0)
+    if workload.backward:
+        more = sent_by_group(backward_apart(block)) - sent_by_group(block.backward)
+        of_group += stages.visits_apart * more // options.micro_batches
     wire_bytes = sent + dp * (layers * mesh.tp * laid_out + of_group + stages.handed_bytes(workload))
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)

@@ -191,7 +191,7 @@ class LayerWriter(NamedTuple):
     @property
     def _of_weights(self) -> tuple[Equation, ...]:
         """What makes gradients of weights alone."""
-        return written_backward(self.block, apart=True)[-1]
+        return backward_apart(self.block)[-1]
 
     def _write(self, equations: tuple[Equation, ...], layer: int, tokens: Tokens, values: Values) -> None:
         """Append equations of a layer."""
@@ -204,11 +204,9 @@ class LayerWriter(NamedTuple):
             pass
 
 
-def written_backward(block: Block, *, apart: bool) -> list[tuple[Equation, ...]]:
-    """Return the equations of a backward pass that are written together: those before and behind attention, and where
-    gradients of weights are made ``apart`` all of these by themselves.
+def backward_apart(block: Block) -> list[tuple[Equation, ...]]:
+    """Return the equations of a backward pass that are written together where gradients of weights are made apart:
+    those before and behind attention, and all of these by themselves.
     """
-    if not apart:
-        return [*block.backward]
     of_inputs = [tuple([one for one in part if not is_of_weights(one)]) for part in block.backward]
     return [*of_inputs, tuple([one for part in block.backward for one in part if is_of_weights(one)])]

@@ -107,6 +107,8 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
                                                             "mlp": "tiled", "loss": "unfused"}),
     "all tokens on all, stages": (Mesh(tp=2, pp=2), {"tp_sequence": False, "pipeline_schedule": "zb-h1",
                                                     "micro_batches": 3, "batch": 3, "zero_stage": 0}),
+    "stages that make some gradients apart": (Mesh(tp=2, pp=2), {"pipeline_schedule": "dualpipe-v", "layers": 4,
+                                                                "micro_batches": 4, "batch": 4}),
     "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
                                                    "micro_batches": 3, "batch": 3}),
 }  # fmt: skip

@@ -104,9 +104,10 @@ class Stages:
         return to_csv(self._pipeline, self._mesh.pp, self._options.micro_batches, len(self.split) // self._mesh.pp)
 
     @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of weights are made apart from those of inputs."""
-        return any(item.kind == "W" for stage in range(self._mesh.pp) for item in self.items(stage))
+    def visits_apart(self) -> int:
+        """Of how many layers and micro-batches gradients of weights are made apart from those of inputs."""
+        items = [item for stage in range(self._mesh.pp) for item in self.items(stage)]
+        return sum(self.split[item.chunk] for item in items if item.kind == "W")
 
     @property
     def micro_batches(self) -> int:
