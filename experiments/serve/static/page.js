@@ -241,7 +241,7 @@ async function timeline() {
     if (!found) return;
     ofTime.abort();
     ofTime = new AbortController();
-    const section = at("timeline").content.cloneNode(true);
+    const section = at("timeline-empty").content.cloneNode(true);
     at("time").replaceChildren(section, tableOf(found.table));
     drawn(at("time").firstElementChild, found.timeline, ofTime.signal);
     at("said-time").textContent = `${found.ranks} of ${found.of} ranks`;

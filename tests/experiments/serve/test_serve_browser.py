@@ -129,6 +129,9 @@ async def maps(tab: Tab) -> str:
     # over time
     await tab.value("document.getElementById('draw-time').click()")
     await tab.until("document.querySelector('#time canvas') !== null && document.querySelector('#time table') !== null")
+    await tab.value("document.querySelector('#time canvas').dataset.first = 'yes'")
+    await tab.value("document.getElementById('ranks').dispatchEvent(new Event('change'))")
+    await tab.until("document.querySelector('#time canvas:not([data-first])') !== null")  # drawn anew
     return there
 
 
