@@ -31,12 +31,12 @@ def main() -> None:
     table = csv.writer(sys.stdout)
     table.writerow(["op", "host_us", "source"])
     source = f"calibrate/eager.py, torch {torch.__version__}, Python {platform.python_version()}, {host_facts().cpu}"
-    for name, call in _calls():
-        table.writerow([name, f"{1e6 * _seconds(call):.1f}", source])
+    for name, call in calls().items():
+        table.writerow([name, f"{1e6 * seconds(call):.1f}", source])
     dist.destroy_process_group()
 
 
-def _calls() -> list[tuple[str, Callable[[], object]]]:
+def calls() -> dict[str, Callable[[], object]]:
     """Return what is timed, by name: calls of torch.distributed with their waits, one small kernel, attention."""
     k, v = (torch.randn(1, 4, 1, 8, dtype=torch.bfloat16) for _ in range(2))
     q, total = k.transpose(1, 2), torch.randn(1, 4, 1, 8)
@@ -62,28 +62,28 @@ def _calls() -> list[tuple[str, Callable[[], object]]]:
         assert work is not None
         work.wait()
 
-    return [
-        ("2 messages", lambda: grouped((k,))),
-        ("4 messages", lambda: grouped((k, v))),
-        ("send", send),
-        ("receive", receive),
-        ("collective", lambda: dist.all_reduce(k)),
-        ("kernel", lambda: total.add_(k)),
-        ("attention_forward", lambda: flash(q, q, q, 0.0, False)),
-        ("attention_backward", lambda: flash_backward(q, q, q, q, made, made_lse, 0.0, False)),
-    ]
+    return {
+        "2 messages": lambda: grouped((k,)),
+        "4 messages": lambda: grouped((k, v)),
+        "send": send,
+        "receive": receive,
+        "collective": lambda: dist.all_reduce(k),
+        "kernel": lambda: total.add_(k),
+        "attention_forward": lambda: flash(q, q, q, 0.0, False),
+        "attention_backward": lambda: flash_backward(q, q, q, q, made, made_lse, 0.0, False),
+    }
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Return the least time of a call, in the mean of a turn."""
+def seconds(call: Callable[[], object], runs: int = _RUNS) -> float:
+    """Return the least time of a call, in the mean of a turn of so many runs."""
     for _ in range(_WARM):
         call()
     turns = []
     for _ in range(_TURNS):
         begin_s = time.thread_time()
-        for _ in range(_RUNS):
+        for _ in range(runs):
             call()
-        turns.append((time.thread_time() - begin_s) / _RUNS)
+        turns.append((time.thread_time() - begin_s) / runs)
     return min(turns)
 
 

@@ -19,6 +19,7 @@ from sim.software import kernels
 from sim.software.attention import kernels_of, named
 from sim.software.host import updating
 from sim.software.software import Kernels, Software
+from sim.words.mesh import Mesh
 from sim.words.options import AttentionName
 from sim.words.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.words.workload import Scope
@@ -120,7 +121,7 @@ def changed_kernels(kernels: Kernels, given: Sequence[tuple[str, str]]) -> Kerne
 
 
 def running(
-    profile: Profile | None, run: Kernels, software: Software | None, spec: ClusterSpec, options: Any
+    profile: Profile | None, run: Kernels, software: Software | None, spec: ClusterSpec, options: Any, mesh: Mesh
 ) -> Profile | None:
     """Return a profile with some kernels in place of its own, and what the software is called that runs them; raises
     InputError where there are no figures of them, and where a schedule of these options does not run them.
@@ -137,7 +138,8 @@ def running(
         run = msgspec.structs.replace(run, loss="")
     if spec.gpu.kind == "cpu" and run != Kernels():
         raise InputError("`software` names kernels of GPUs, but ranks are threads of a host: leave it out")
-    return kernels.running(profile, run, software.said if software else "", spec.gpu.chip)
+    said = software.said if software else ""
+    return kernels.running(profile, run, said, spec.gpu.chip, parallel=mesh.tp > 1)
 
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:

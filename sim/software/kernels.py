@@ -11,6 +11,7 @@ from sim.base.errors import InputError
 from sim.base.kept import kept
 from sim.software.attention import attending, named
 from sim.software.counted import Kernel, load_counted
+from sim.software.issue import eager_of
 from sim.software.software import Kernels, Software
 from sim.words.profile import FusedAttention, Profile, Ran
 from sim.words.workload import Dtype
@@ -56,27 +57,30 @@ def beside_fused(software: Software) -> Kernels:
     return msgspec.structs.replace(software.kernels, **_EAGER) if eager else software.kernels
 
 
-def running(profile: Profile | None, kernels: Kernels, said: str, chip: str) -> Profile | None:
+def running(
+    profile: Profile | None, kernels: Kernels, said: str, chip: str, *, parallel: bool = False
+) -> Profile | None:
     """Return a profile with the kernels of some software in the place of its own, and what that software is called: for
-    the same ones always the same object, beside which its tables are kept. Raises InputError where there are no figures
-    of them.
+    the same ones always the same object, beside which its tables are kept. ``parallel``: whether products are split
+    among tensor-parallel ranks. Raises InputError where there are no figures of them.
     """
     runs = runs_of(kernels)
     if profile is None:
-        if runs or kernels.attention:
+        if runs or kernels.attention or kernels.issue:
             raise InputError(
                 "`software` names kernels, but at datasheet rates all kernels are alike; set `profile`, or leave it out"
             )
         return None
     attention = named(kernels.attention, chip, kernels.torch)
     found = attending(profile, attention, chip) if attention else profile
+    eager = eager_of(found, kernels.issue, parallel=parallel)
     picks = kernels.torch if attention and kernels.attention == "sdpa" else ""
-    if not runs and not said and not picks:
+    if not runs and not said and not picks and not eager:
         return found
-    described, key = _described(found), (said, picks, *runs.items())
+    described, key = _described(found), (said, picks, eager, *runs.items())
     if key not in described:
         described[key] = msgspec.structs.replace(
-            found, runs=found.runs | runs, software=said, attention=_as_picked(found.attention, picks)
+            found, runs=found.runs | runs, software=said, attention=_as_picked(found.attention, picks), eager=eager
         )
     return described[key]
 

@@ -44,6 +44,8 @@ class Kernels(_Data, frozen=True, kw_only=True):
     """A step of AdamW on the GPU."""
     clipping: str = ""
     """The norm of all gradients, and what scales them down; by default that is in the optimiser's kernel."""
+    issue: str = ""
+    """Whose eager modules issue kernels, by ``issue.toml``. Empty: a kernel costs the host what it does by itself."""
     host_optimiser: HostOptimiserName | None = None
     """Whose AdamW runs on the host of GPUs, where ``schedule.optimiser`` is there. None: DeepSpeed's."""
 

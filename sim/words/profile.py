@@ -143,6 +143,19 @@ class Issue(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Eager kernels of which it consists, each for what one of its own costs (``kernel``)."""
 
 
+class Eager(_Data, frozen=True, kw_only=True):
+    """What the host takes for a kernel of eager modules beyond what ``issue`` has for one by itself: nn.Module,
+    autograd, views and the Python around them.
+    """
+
+    forward_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+    backward_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+
+    def times(self, factor: float) -> Eager:
+        """Return what it is on a host that takes so many times as long."""
+        return Eager(forward_s=factor * self.forward_s, backward_s=factor * self.backward_s)
+
+
 class Spread(_Data, frozen=True, kw_only=True):
     """Measured over predicted time, of points that are predicted from the others."""
 
@@ -269,8 +282,10 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     issue: dict[str, Issue] = {}
     """Ops that cost the host more than one launch, by kernel or kind of communication. ``kernel``: any eager kernel
     that is not named; ``call``: a send or receive by itself; ``exchange``: a grouped call, ``message``: each in it."""
+    eager: Eager | None = None
+    """Of the modules that software runs (``sim.software.issue``); None: they cost no more than their kernels."""
     host: Spread | None = None
-    """Bounds of what ``issue`` states, as factors, in intervals."""
+    """Bounds of what ``issue`` and ``eager`` state, as factors, in intervals."""
     attention: FusedAttention | None = None
     """None where nobody has said it."""
     runs: dict[str, tuple[Ran, ...]] = {}

@@ -21,7 +21,7 @@ class NormKernels(NamedTuple):
     """Adds those up; None where torch does."""
 
 
-class _RmsNorm(torch.autograd.Function):
+class RmsNorm(torch.autograd.Function):
     """An RMSNorm in one kernel each way: x and one number a token are kept."""
 
     @staticmethod
@@ -55,7 +55,7 @@ def norm(kernels: NormKernels, heads: str | None, sizes: Sizes) -> Run:
     def build(sizes: Sizes) -> Ready:
         x = received(torch.bfloat16, sizes["batch"], sizes["sequence"], *(sizes[name] for name in rows))
         of_norm = weight(sizes[rows[-1]])
-        return Ready(lambda: (_RmsNorm.apply(x, of_norm, kernels, sizes["multiprocessors"]),), (x,))
+        return Ready(lambda: (RmsNorm.apply(x, of_norm, kernels, sizes["multiprocessors"]),), (x,))
 
     return run(build, sizes)
 

@@ -1,19 +1,28 @@
 """nanotron's Llama, as its code has it: nanotron imports flash-attn, whose Triton kernels are noted launch by launch.
 
-``models/llama.py`` and ``parallel/tensor_parallel/functional.py`` of nanotron 0.4, with one rank of tensor parallelism;
-``layers/rotary.py`` and ``ops/triton`` of flash-attn 2.7.4. Activations are ``[sequence, batch, …]``.
+``models/llama.py`` and ``parallel/tensor_parallel/functional.py`` of nanotron 0.4; ``layers/rotary.py`` and
+``ops/triton`` of flash-attn 2.7.4. Activations are ``[sequence, batch, …]``. What is counted has one rank of tensor
+parallelism; ``tensor_parallel.py`` has the products of several.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from calibrate.software.counting.count import Ready, Run, received, run
-from calibrate.software.counting.layers import NormKernels, heads_of, vocabulary_gradient, vocabulary_loss, weight
+from calibrate.software.counting.layers import (
+    NormKernels,
+    RmsNorm,
+    heads_of,
+    vocabulary_gradient,
+    vocabulary_loss,
+    weight,
+)
 from calibrate.software.counting.log import launch
 from calibrate.software.counting.sizes import Sizes
 
@@ -103,48 +112,109 @@ def _attention(kv_heads: str, sizes: Sizes) -> Run:
 
 
 def _attended(kv_heads: str, sizes: Sizes) -> Ready:
-    batch, sequence, each = (sizes[name] for name in ("batch", "sequence", "head_dim"))
-    x, heads, of_kv = _stream(sizes), sizes["heads"], sizes[kv_heads]
-    qkv_weight, o_weight = weight((heads + 2 * of_kv) * each, sizes["hidden"]), weight(sizes["hidden"], heads * each)
-    angles, mask = _angles(sizes), torch.empty(batch, sequence, dtype=torch.bool)
+    attend, x = Attention(sizes, kv_heads=kv_heads), stream(sizes)
+    return Ready(lambda: (attend(x),), (x,))
 
-    def forward() -> tuple[torch.Tensor]:
-        qkv = functional.linear(x, qkv_weight)
-        if of_kv == heads:
-            q, k, v = qkv.view(sequence, batch, 3, heads, each).permute(2, 1, 0, 3, 4).contiguous()
+
+Linear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""The product of activations with a weight, as functional.linear has it."""
+
+
+class Attention(torch.nn.Module):
+    """CausalSelfAttention with CoreAttention."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        *,
+        kv_heads: str = "kv_heads",
+        column: Linear = functional.linear,
+        row: Linear = functional.linear,
+        flash: Callable[..., torch.Tensor] | None = None,
+    ) -> None:
+        """``sizes`` has the heads of this rank; ``flash`` takes what ``flash_attn_varlen_func`` does."""
+        super().__init__()
+        self._batch, self._sequence, self._each = (sizes[name] for name in ("batch", "sequence", "head_dim"))
+        self._heads, self._kv_heads = sizes["heads"], sizes[kv_heads]
+        self._column, self._row, self._flash = column, row, flash or _flash
+        self.qkv = weight((self._heads + 2 * self._kv_heads) * self._each, sizes["hidden"])
+        self.o = weight(sizes["hidden"], self._heads * self._each)
+        self._angles, self._mask = _angles(sizes), torch.empty(self._batch, self._sequence, dtype=torch.bool)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the residual stream."""
+        batch, sequence, each = self._batch, self._sequence, self._each
+        qkv = self._column(x, self.qkv)
+        if self._kv_heads == self._heads:
+            q, k, v = qkv.view(sequence, batch, 3, self._heads, each).permute(2, 1, 0, 3, 4).contiguous()
         else:
-            states = torch.split(qkv, [heads * each, of_kv * each, of_kv * each], dim=-1)
+            states = torch.split(qkv, [n * each for n in (self._heads, self._kv_heads, self._kv_heads)], dim=-1)
             q, k, v = (one.transpose(0, 1).contiguous().view(batch, sequence, -1, each) for one in states)
         kv = torch.cat([k.unsqueeze(0), v.unsqueeze(0)], dim=0).permute(1, 2, 0, 3, 4).contiguous()
-        q, kv = _Rotary.apply(q, *angles), _RotaryOfKeys.apply(kv, *angles)
+        q, kv = _Rotary.apply(q, *self._angles), _RotaryOfKeys.apply(kv, *self._angles)
         k, v = torch.split(kv, 1, dim=2)
         q, k, v = (one.view(batch * sequence, -1, each) for one in (q, k, v))
         ends = []
         for _ in range(2):  # of queries and of keys, each layer anew
             end = torch.zeros(batch + 1, dtype=torch.int32)
-            torch.cumsum(mask.sum(-1, dtype=torch.int32), dim=0, dtype=torch.int32, out=end[1:])
+            torch.cumsum(self._mask.sum(-1, dtype=torch.int32), dim=0, dtype=torch.int32, out=end[1:])
             ends.append(end)
-        out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - flash_attn_varlen_func is the same kernel
-            q, k, v, *ends, sequence, sequence, 0.0, True, False
-        )[0]
-        return (functional.linear(out.contiguous().view(batch, sequence, heads * each).transpose(0, 1), o_weight),)
+        out = self._flash(q, k, v, *ends, sequence, sequence)
+        return self._row(out.contiguous().view(batch, sequence, self._heads * each).transpose(0, 1), self.o)
 
-    return Ready(forward, (x,))
+
+def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *ends: Any) -> torch.Tensor:
+    """Return causal attention: flash_attn_varlen_func is the same kernel."""
+    return torch.ops.aten._flash_attention_forward(q, k, v, *ends, 0.0, True, False)[0]  # noqa: SLF001 - nothing public takes documents
+
+
+class Mlp(torch.nn.Module):
+    """MLP with GLUActivation, gate and up in one product."""
+
+    def __init__(self, sizes: Sizes, *, column: Linear = functional.linear, row: Linear = functional.linear) -> None:
+        super().__init__()
+        self._column, self._row = column, row
+        self.up, self.down = weight(2 * sizes["ffn"], sizes["hidden"]), weight(sizes["hidden"], sizes["ffn"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is added to the residual stream."""
+        merged = self._column(x, self.up)
+        gate_states, up_states = torch.split(merged, merged.shape[-1] // 2, dim=-1)
+        return self._row(functional.silu(gate_states) * up_states, self.down)
+
+
+class _Norm(torch.nn.Module):
+    """TritonRMSNorm."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.weight, self._multiprocessors = weight(sizes["hidden"]), sizes["multiprocessors"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x, normed."""
+        return RmsNorm.apply(x, self.weight, NORM, self._multiprocessors)
+
+
+class Layer(torch.nn.Module):
+    """LlamaDecoderLayer."""
+
+    def __init__(self, sizes: Sizes, *, attend: Attention, mlp: Mlp) -> None:
+        super().__init__()
+        self.attend, self.mlp = attend, mlp
+        self.before_attention, self.before_mlp = _Norm(sizes), _Norm(sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream behind it."""
+        x = self.attend(self.before_attention(x)) + x
+        return self.mlp(self.before_mlp(x)) + x
 
 
 def mlp(sizes: Sizes) -> Run:
     """Return what the MLP runs, gate and up in one product."""
 
     def build(sizes: Sizes) -> Ready:
-        x = _stream(sizes)
-        up, down = weight(2 * sizes["ffn"], sizes["hidden"]), weight(sizes["hidden"], sizes["ffn"])
-
-        def forward() -> tuple[torch.Tensor]:
-            merged = functional.linear(x, up)
-            gate_states, up_states = torch.split(merged, merged.shape[-1] // 2, dim=-1)
-            return (functional.linear(functional.silu(gate_states) * up_states, down),)
-
-        return Ready(forward, (x,))
+        module, x = Mlp(sizes), stream(sizes)
+        return Ready(lambda: (module(x),), (x,))
 
     return run(build, sizes)
 
@@ -164,7 +234,7 @@ def loss(sizes: Sizes) -> Run:
     """Return what head, cast to fp32 and Loss run: the fp32 logits live on until all of it has run forward."""
 
     def build(sizes: Sizes) -> Ready:
-        x, head = _stream(sizes), weight(sizes["vocab"], sizes["hidden"])
+        x, head = stream(sizes), weight(sizes["vocab"], sizes["hidden"])
         labels = torch.empty(sizes["batch"], sizes["sequence"], dtype=torch.int64)
         mask = torch.empty(sizes["batch"], sizes["sequence"], dtype=torch.bool)
 
@@ -178,7 +248,8 @@ def loss(sizes: Sizes) -> Run:
     return run(build, sizes)
 
 
-def _stream(sizes: Sizes) -> torch.Tensor:
+def stream(sizes: Sizes) -> torch.Tensor:
+    """Return the residual stream."""
     return received(torch.bfloat16, sizes["sequence"], sizes["batch"], sizes["hidden"])
 
 

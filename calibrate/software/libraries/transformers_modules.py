@@ -54,14 +54,14 @@ class Modules(NamedTuple):
 
     def run(self, build: Callable[[Modules, Sizes], Ready], sizes: Sizes) -> Run:
         """Return what a part runs."""
-        with _default(self.dtype):
+        with default_type(self.dtype):
             if not self.autocast:
                 return run(lambda given: build(self, given), sizes)
             return run(lambda given: _cast(build(self, given)), sizes, fake=True)
 
 
 @contextlib.contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def default_type(dtype: torch.dtype) -> Iterator[None]:
     """Make weights of a type."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -41,9 +41,10 @@ class CostModel:
         messages = MessageCosts(cluster, moving, self.warnings)
         self._host = HostCosts(cluster, profile, kernels, moving, self.notes)
         self.kernel, self.kernel_anywhere, self.kernel_seconds = kernels.at, kernels.anywhere, kernels.seconds
-        self.peak_share, self.limited = kernels.peak_share, kernels.limited
+        self.peak_share, self.limited, self.run = kernels.peak_share, kernels.limited, kernels.run
         self.transfer, self.collective = messages.transfer, messages.collective
-        self.issue_s = IssueCosts(cluster, profile, kernels).seconds
+        issue = IssueCosts(cluster, profile, kernels)
+        self.issue_s, self.python_s = issue.seconds, issue.python_s
         self.held_by_messages = cache(partial(held_by_messages, cluster))
         self.held_by_collective = cache(partial(held_by_collective, cluster))
         self.threads = cache(partial(cores_of_threads, cluster))

@@ -7,9 +7,16 @@ import math
 from sim.engine.costs.kernels import KernelCosts
 from sim.engine.costs.on_host import HOST_COPY_KINDS
 from sim.schedule.derive.kernels import KernelUse
-from sim.schedule.ir.ops import Collective, Exchange, Hold, HostCopy, HostSync, Op
+from sim.schedule.ir.ops import Collective, Exchange, Family, Hold, HostCopy, HostSync, Op
 from sim.words.profile import SLICE_BACK, Issue, Profile
 from topology.cluster import Cluster
+
+_OF_MODULES = frozenset[Family](("matrix product", "norm, rope, SwiGLU"))
+
+
+def of_module(op: Op) -> bool:
+    """Return whether an op is a kernel of a layer's modules, and neither attention nor a sum."""
+    return op.meta.family in _OF_MODULES
 
 
 class IssueCosts:
@@ -31,7 +38,18 @@ class IssueCosts:
             return op.calls * self._of_entry(issue.get("kernel"))
         kind = use.kernel if use else _kind(op)
         back_s = self._of_entry(issue.get(SLICE_BACK), 0.0) if use and use.into_slice else 0.0
-        return self._of_entry(issue.get(kind, issue.get("kernel") if use else None)) + back_s
+        return self._of_entry(issue.get(kind, issue.get("kernel") if use else None)) + back_s + self.python_s(op, use)
+
+    def python_s(self, op: Op, use: KernelUse | None) -> float:
+        """Return what of that is the Python around kernels of eager modules, which are those without an entry."""
+        eager = self._profile.eager if self._profile else None
+        if not self._profile or eager is None or use is None or not of_module(op):
+            return 0.0
+        if each := self._kernels.run(use):
+            return math.fsum(self.python_s(op, kernel) * count for kernel, count in each)
+        if use.kernel in self._profile.issue:
+            return 0.0
+        return eager.forward_s if op.part == "forward" else eager.backward_s
 
     def _of_entry(self, issue: Issue | None, unknown: float = 1.0) -> float:
         """Return what the host takes for one entry of a profile; where it has none, so many launches."""

@@ -123,4 +123,5 @@ def _scaled(profile: Profile, bound: Bound, factors: dict[str, float]) -> Profil
             )
             for name, issue in profile.issue.items()
         },
+        eager=profile.eager and profile.eager.times(longer),
     )

@@ -167,7 +167,7 @@ def kind_of(op: ops.Op) -> int:
 def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     """Return what the cost of issuing an op depends on."""
     if use:
-        return use.kernel, use.into_slice, use.loop
+        return use.kernel, use.into_slice, use.loop, op.part, op.meta.family
     if isinstance(op, ops.Exchange):
         return type(op), op.num_messages
     if isinstance(op, ops.HostSync):

@@ -89,7 +89,7 @@ def with_calls(profile: Profile | None, factor: float) -> Profile | None:
     if profile is None:
         return None
     issue = {kind: msgspec.structs.replace(one, host_s=one.host_s * factor) for kind, one in profile.issue.items()}
-    return msgspec.structs.replace(profile, issue=issue)
+    return msgspec.structs.replace(profile, issue=issue, eager=profile.eager and profile.eager.times(factor))
 
 
 def with_attention(profile: Profile, factor: float) -> Profile:

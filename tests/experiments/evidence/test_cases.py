@@ -34,7 +34,9 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
         if known is None or found is None:
             assert found == known
             continue
-        named = {name: getattr(found, name) for name in ("rates", "runs", "software", "host_optimiser", "attention")}
+        named = {
+            name: getattr(found, name) for name in ("rates", "runs", "software", "host_optimiser", "eager", "attention")
+        }
         kernel = found.attention and found.attention.kernel
         of_it = attending(known, kernel, case.setup.resolved().spec.gpu.chip) if kernel else known
         assert found == msgspec.structs.replace(of_it, **named)
