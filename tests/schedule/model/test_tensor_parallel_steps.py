@@ -18,7 +18,17 @@ from runtime.execution.virtual import execute_virtual
 from sim.accounts.footprint import footprint
 from sim.base.errors import InputError, LengthError
 from sim.schedule.ir.masks import ONE
-from sim.schedule.ir.ops import AllReduce, Embed, EmbedBackward, ExpSum, LogitLoss, Op, ReduceScatter, SquareSum
+from sim.schedule.ir.ops import (
+    Accumulate,
+    AllReduce,
+    Embed,
+    EmbedBackward,
+    ExpSum,
+    LogitLoss,
+    Op,
+    ReduceScatter,
+    SquareSum,
+)
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.shares import Share, num_elements
 from sim.schedule.ir.views import View
@@ -141,6 +151,23 @@ def test_members_that_share_a_key_value_head_and_do_not_sum_its_gradients() -> N
         return program.replace(ops=tuple([op for op in program.ops if op.label != "sum dwk"]))
 
     refuses(Schedule(schedule.header, without), "packs dwk.* a sum over some of 4 heads")
+
+
+def test_members_that_share_a_key_value_head_and_lack_queries_of_some_of_its_keys() -> None:
+    """Of a ring's block of 24 keys the gradients of 12 are added: the others have the terms of fewer queries."""
+    schedule = step("zigzag", Mesh(tp=4, ring=2), num_kv_heads=2, scope="layer", layers=1)
+
+    def halved(rank: int) -> Program:
+        program = schedule.program(rank)
+        if rank:
+            return program
+        at = next(at for at, op in enumerate(program.ops) if op.label == "add dk kv1")
+        op = program.ops[at]
+        assert isinstance(op, Accumulate)
+        half = msgspec.structs.replace(op, source=op.source[:, :12], into=op.into[:, :12])
+        return program.replace(ops=(*program.ops[:at], half, *program.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, halved), "dk.*: some of it is not complete yet")
 
 
 def test_norms_of_the_heads_of_one_share_alone() -> None:
