@@ -28,6 +28,7 @@ from sim.schedule.ir.ops import (
     Op,
     ReduceScatter,
     SquareSum,
+    Unpack,
 )
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.shares import Share, num_elements
@@ -323,6 +324,28 @@ def test_the_flat_share_of_another_member() -> None:
     flats = {"weights parameters", "first moments of weights", "second moments of weights"}
     refuses(Schedule(schedule.header, lambda rank: of_another(rank, {"weights parameters"})), "would count .* twice")
     refuses(Schedule(schedule.header, lambda rank: of_another(rank, flats - {"weights parameters"})), "updates .* with")
+
+
+def test_a_weight_unpacked_to_another_shape() -> None:
+    """Of as many elements: views of it would have the rows and columns of the weight, but others of its elements."""
+    schedule = step()
+
+    def misshapen(rank: int) -> Program:
+        program = schedule.program(rank)
+        op = next(op for op in program.ops if isinstance(op, Unpack) and op.label == "unpack weights")
+        (place,) = {view.buffer for view in op.weights if program.buffers[view.buffer].name == "w_up"}
+        shapes = [(64, 6) if view.buffer == place else view.shape for view in op.weights]
+        first = len(program.buffers)
+        views = [View(first + at, tuple((0, extent) for extent in shape)) for at, shape in enumerate(shapes)]
+        buffers = [
+            msgspec.structs.replace(program.buffers[view.buffer], shape=shape)
+            for view, shape in zip(op.weights, shapes, strict=True)
+        ]
+        again = msgspec.structs.replace(op, weights=tuple(views))
+        at = program.ops.index(op) + 1
+        return program.replace(ops=(*program.ops[:at], again, *program.ops[at:]), buffers=(*program.buffers, *buffers))
+
+    refuses(Schedule(schedule.header, misshapen), r"writes w_up.* to buffer 'w_up' of dims 'io' and shape \(64, 6\)")
 
 
 @pytest.mark.parametrize(
