@@ -162,6 +162,11 @@ def _spell(tensors: list[_Tensor]) -> str:
 
 def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]) -> Iterator[Group]:
     for (name, members), indices in sorted(calls.items()):
+        if list(members) != sorted(members):
+            raise ScheduleError(
+                f"communicator {name!r} has collectives in the group {members}: give it these ranks as they rise, "
+                f"since torch's process groups have them so"
+            )
         counts = {rank: len(indices.get(rank, [])) for rank in members}
         if len(set(counts.values())) != 1:
             raise ScheduleError(f"communicator {name!r}: members disagree on the number of collectives: {counts}")

@@ -128,8 +128,13 @@ class AbstractMemory:
             self._put(number, pieces, full=True)
             return
         box = self._box[number] if whole else _box(buffer, view.slices)
-        if sum([volume(piece.box) for piece in pieces]) != volume(box):
-            raise ScheduleError(f"writes {brief(pieces[0].content)} to buffer {buffer.name!r} of dims {buffer.dims!r}")
+        bounds: Box = tuple([(0, stop - start) for start, stop in box])  # type: ignore[assignment]
+        inside = all(piece.clipped(bounds) is piece for piece in pieces)
+        if not inside or sum([volume(piece.box) for piece in pieces]) != volume(box):
+            raise ScheduleError(
+                f"writes {brief(pieces[0].content)} to buffer {buffer.name!r} of dims {buffer.dims!r} and shape "
+                f"{buffer.shape}"
+            )
         if whole:
             self._put(number, coalesced(pieces), full=True)
             return

@@ -10,6 +10,7 @@ of memory, by ``sim.accounts.memory``); an op that collides with itself is refus
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
@@ -89,13 +90,16 @@ class Checked:
 @garbage_collection_off()
 def check(schedule: Schedule) -> Checked:
     """Return the schedule with its matching and dependencies; raises ScheduleError that names the op at fault."""
+    named = Counter(communicator.name for communicator in schedule.header.communicators)
+    if twice := [name for name, count in named.items() if count > 1]:
+        raise ScheduleError(f"communicators {', '.join(map(repr, twice))} are there twice: give each a name of its own")
     for communicator in schedule.header.communicators:
         if communicator.name in STREAMS:
             raise ScheduleError(f"communicator {communicator.name!r} has the name of a stream: give it another one")
         members = [rank for group in communicator.groups for rank in group]
         if len(set(members)) < len(members) or not set(members) <= set(range(schedule.num_ranks)):
-            named = f"communicator {communicator.name!r} has groups {communicator.groups}"
-            raise ScheduleError(f"{named}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
+            what = f"communicator {communicator.name!r} has groups {communicator.groups}"
+            raise ScheduleError(f"{what}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
     checked = Checked(schedule, folds=folds(schedule))
     proved = checked.first(1) if checked.folds and schedule.replicated else checked
     if not _is_proved_by_calls(proved):

@@ -69,13 +69,16 @@ def _of_some(piece: Piece, tensor: Tensor, heads: Span, rules: AttentionRules) -
 
 
 def _heads(pieces: list[Piece], rules: AttentionRules) -> Span | None:
-    """Return of which query heads of its group a gradient of keys or values is, where it is not of all."""
+    """Return of which query heads of its group a gradient of keys or values is, where it is not of all. Keys that meet
+    no queries are of any.
+    """
     tensor = tensor_of(pieces[0].content.tensor, rules.model)
     if tensor.kind != "gradient" or tensor.axes != ("kv_heads",):
         return None
-    found = {_query_heads(piece.content, rules) for piece in pieces} - {None}
+    summed = [piece.content for piece in pieces if piece.content.seen or not rules.complete(piece.content)]
+    found = {_query_heads(content, rules) for content in summed}
     if len(found) > 1:
-        raise ScheduleError(f"{brief(pieces[0].content)}: some of it is of other query heads than the rest")
+        raise ScheduleError(f"{brief(pieces[0].content)}: some of it is not complete yet, or of other query heads")
     heads = found.pop() if found else None
     return None if heads is None or heads.size == rules.group else heads
 

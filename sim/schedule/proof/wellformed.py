@@ -152,14 +152,18 @@ def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:
 
 
 def _integer_problem(op: ops.Op, program: Program) -> str:
-    """Return where an op computes with integers: those are looked up, cut and moved only."""
+    """Return where an op computes with integers, or casts to or from them: those are looked up, cut and moved only."""
     sums = isinstance(op, ops.Collective) and isinstance(op.taken, View)
     if not (sums or isinstance(op, ops.Kernel | ops.HostAdamW)):
         return ""
     for name, mark in operands(type(op)).items():
-        for view in views_in(getattr(op, name)) if mark.numbers not in {"any", "int64"} else ():
-            if program.dtype(view) == "int64":
-                return f"computes with integers, of buffer {program.buffers[view.buffer].name!r}: {_TAKE_FLOATS}"
+        for view in views_in(getattr(op, name)):
+            dtype, named = program.dtype(view), f"of buffer {program.buffers[view.buffer].name!r}"
+            if dtype == "int64" and mark.numbers not in {"any", "int64"}:
+                return f"computes with integers, {named}: {_TAKE_FLOATS}"
+            given = program.dtype(op.reads[0]) if mark.numbers == "any" and mark.is_written else dtype
+            if (given == "int64") != (dtype == "int64"):
+                return f"casts {given} to {dtype}, {named}: numbers stay integers, or none"
     return ""
 
 

@@ -233,6 +233,12 @@ def test_new_weights_are_gathered_behind_all_updates(stage: int, optimiser: str)
         make_step("ring", 2, step(), gather="all")
 
 
+def test_one_rank_gathers_no_new_weights() -> None:
+    """It has them all, whenever others would gather them (nanotron 0.4 optim/zero.py, _all_gather_params)."""
+    found = [is_exact("single", 1, step(), zero_stage=1, gather=gather) for gather in ("units", "all")]
+    assert found[0].schedule.program(0).ops == found[1].schedule.program(0).ops
+
+
 @pytest.mark.parametrize(
     ("options", "each", "of_shard"),
     [

@@ -18,7 +18,18 @@ from runtime.execution.virtual import execute_virtual
 from sim.accounts.footprint import footprint
 from sim.base.errors import InputError, LengthError
 from sim.schedule.ir.masks import ONE
-from sim.schedule.ir.ops import AllReduce, Embed, EmbedBackward, ExpSum, LogitLoss, Op, ReduceScatter, SquareSum
+from sim.schedule.ir.ops import (
+    Accumulate,
+    AllReduce,
+    Embed,
+    EmbedBackward,
+    ExpSum,
+    LogitLoss,
+    Op,
+    ReduceScatter,
+    SquareSum,
+    Unpack,
+)
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.shares import Share, num_elements
 from sim.schedule.ir.views import View
@@ -141,6 +152,23 @@ def test_members_that_share_a_key_value_head_and_do_not_sum_its_gradients() -> N
         return program.replace(ops=tuple([op for op in program.ops if op.label != "sum dwk"]))
 
     refuses(Schedule(schedule.header, without), "packs dwk.* a sum over some of 4 heads")
+
+
+def test_members_that_share_a_key_value_head_and_lack_queries_of_some_of_its_keys() -> None:
+    """Of a ring's block of 24 keys the gradients of 12 are added: the others have the terms of fewer queries."""
+    schedule = step("zigzag", Mesh(tp=4, ring=2), num_kv_heads=2, scope="layer", layers=1)
+
+    def halved(rank: int) -> Program:
+        program = schedule.program(rank)
+        if rank:
+            return program
+        at = next(at for at, op in enumerate(program.ops) if op.label == "add dk kv1")
+        op = program.ops[at]
+        assert isinstance(op, Accumulate)
+        half = msgspec.structs.replace(op, source=op.source[:, :12], into=op.into[:, :12])
+        return program.replace(ops=(*program.ops[:at], half, *program.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, halved), "dk.*: some of it is not complete yet")
 
 
 def test_norms_of_the_heads_of_one_share_alone() -> None:
@@ -296,6 +324,28 @@ def test_the_flat_share_of_another_member() -> None:
     flats = {"weights parameters", "first moments of weights", "second moments of weights"}
     refuses(Schedule(schedule.header, lambda rank: of_another(rank, {"weights parameters"})), "would count .* twice")
     refuses(Schedule(schedule.header, lambda rank: of_another(rank, flats - {"weights parameters"})), "updates .* with")
+
+
+def test_a_weight_unpacked_to_another_shape() -> None:
+    """Of as many elements: views of it would have the rows and columns of the weight, but others of its elements."""
+    schedule = step()
+
+    def misshapen(rank: int) -> Program:
+        program = schedule.program(rank)
+        op = next(op for op in program.ops if isinstance(op, Unpack) and op.label == "unpack weights")
+        (place,) = {view.buffer for view in op.weights if program.buffers[view.buffer].name == "w_up"}
+        shapes = [(64, 6) if view.buffer == place else view.shape for view in op.weights]
+        first = len(program.buffers)
+        views = [View(first + at, tuple((0, extent) for extent in shape)) for at, shape in enumerate(shapes)]
+        buffers = [
+            msgspec.structs.replace(program.buffers[view.buffer], shape=shape)
+            for view, shape in zip(op.weights, shapes, strict=True)
+        ]
+        again = msgspec.structs.replace(op, weights=tuple(views))
+        at = program.ops.index(op) + 1
+        return program.replace(ops=(*program.ops[:at], again, *program.ops[at:]), buffers=(*program.buffers, *buffers))
+
+    refuses(Schedule(schedule.header, misshapen), r"writes w_up.* to buffer 'w_up' of dims 'io' and shape \(64, 6\)")
 
 
 @pytest.mark.parametrize(

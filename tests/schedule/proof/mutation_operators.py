@@ -223,23 +223,29 @@ def swapped_views(scene: Scene, items: Items, at: int) -> Items | None:
     return (*items[:at], put(put(items[at], path, other), other_path, view), *items[at + 1 :])
 
 
-def narrowed(scene: Scene, items: Items, at: int) -> Items | None:
-    """Return the ops with one that works on a half only: of all its views of one extent along a dimension."""
-    buffers, op = scene.program.buffers, items[at]
-    letter, half = scene.draw.choice("bsh"), scene.draw.randrange(2)
-    found = [
-        (path, view, buffers[view.buffer].dims.index(letter))
-        for path, view in found_in(op, View)
-        if letter in buffers[view.buffer].dims
-    ]
-    extent = any_of(scene.draw, [view.shape[dim] for _, view, dim in found], 1)
-    if extent is None:
-        return None
-    cut = slice(0, extent // 2) if half == 0 else slice(extent // 2, extent)
-    for path, view, dim in found:
-        if view.shape[dim] == extent:
-            op = put(op, path, view[(*[slice(None)] * dim, cut)])
-    return (*items[:at], op, *items[at + 1 :])
+def narrowed(letters: str) -> OfItems:
+    """Return the change of an op to one that works on a half only: of all its views of one extent along a dimension of
+    these letters.
+    """
+
+    def change(scene: Scene, items: Items, at: int) -> Items | None:
+        buffers, op = scene.program.buffers, items[at]
+        letter, half = scene.draw.choice(letters), scene.draw.randrange(2)
+        found = [
+            (path, view, buffers[view.buffer].dims.index(letter))
+            for path, view in found_in(op, View)
+            if letter in buffers[view.buffer].dims
+        ]
+        extent = any_of(scene.draw, [view.shape[dim] for _, view, dim in found], 1)
+        if extent is None:
+            return None
+        cut = slice(0, extent // 2) if half == 0 else slice(extent // 2, extent)
+        for path, view, dim in found:
+            if view.shape[dim] == extent:
+                op = put(op, path, view[(*[slice(None)] * dim, cut)])
+        return (*items[:at], op, *items[at + 1 :])
+
+    return change
 
 
 def other_number(scene: Scene, _: Item, number: int) -> int:
@@ -582,7 +588,7 @@ OPERATORS: dict[str, Operator] = {
     "view: stretched": inside(View, stretched_view),
     "view: outside of its buffer": inside(View, view_outside),
     "views: two of an op swapped": among(swapped_views),
-    "views: half of an op's work": among(narrowed),
+    "views: half of an op's work": among(narrowed("bsh")),
     "buffer: two become one": on_ranks(two_buffers_become_one),
     "number: peer, dimension, parts, order": inside(int, other_number),
     "number: epsilon, theta": inside(

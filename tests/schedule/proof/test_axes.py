@@ -280,6 +280,15 @@ def test_groups_that_are_no_partition(groups: tuple[tuple[int, ...], ...]) -> No
         check(Schedule(header, whole.program))
 
 
+def test_a_group_whose_ranks_do_not_rise() -> None:
+    """Process groups of torch have their ranks as they rise: gathered parts would lie in another order."""
+    whole = of_unequal_shards((4, 4), lambda _: (4, 4))
+    (everyone,) = whole.header.communicators
+    turned = msgspec.structs.replace(everyone, groups=((1, 0),))
+    with pytest.raises(ScheduleError, match=r"'everyone' has collectives in the group \(1, 0\)"):
+        check(Schedule(msgspec.structs.replace(whole.header, communicators=(turned,)), whole.program))
+
+
 def test_a_message_does_not_turn_dimensions() -> None:
     """As many tokens as heads: the shapes fit, what lies where does not."""
     everyone = Communicator(name="everyone", groups=((0, 1),))

@@ -75,6 +75,14 @@ def test_a_communicator_named_like_a_stream(stream: str) -> None:
     )
 
 
+def test_two_communicators_of_one_name() -> None:
+    """What runs over that name would be what each player takes it for."""
+    schedule = make_checked("ring", Workload(model=make_model(8, 4), seq=32), 2).schedule
+    (ring,) = schedule.header.communicators
+    twice = msgspec.structs.replace(schedule.header, communicators=(ring, ring))
+    refuses(Schedule(twice, schedule.program), "communicators 'ring' are there twice")
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from sim.base.errors import InputError
 from sim.schedule.ir.masks import Span, mask_of
-from sim.schedule.ir.ops import Accumulate, AllGather, AllReduce, Attend, Gemm, Op
+from sim.schedule.ir.ops import Accumulate, AllGather, AllReduce, Attend, Copy, Gemm, Op
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import Split, View
@@ -66,6 +66,16 @@ def reduced(b: ProgramBuilder, ids: View) -> Op:
 def attended(b: ProgramBuilder, ids: View) -> Op:
     out, lse = b.like("out", ids, "other"), b.like("lse", ids, "other")
     return Attend(label="attend", q=ids, k=ids, v=ids, out=out, lse=lse, band=mask_of(b.workload))
+
+
+def cast(b: ProgramBuilder, ids: View) -> Op:
+    copy = b.buffer("copy", "bs", ids.shape, "fp32", "other")
+    return Copy(label="cast", source=Split(ids, 0, 1), target=Split(copy, 0, 1))
+
+
+def test_nothing_casts_to_or_from_them() -> None:
+    """What passed through them would be rounded to whole numbers."""
+    refuses(gathered(cast), "casts int64 to fp32, of buffer 'copy'")
 
 
 @pytest.mark.parametrize("op", [added, multiplied, reduced, attended])

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from sim.schedule.ir.ops import AdamW, Hold, HostAdamW, HostSync
+from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.views import View
 from sim.schedule.model.scope import Unit, num_merged, updated
 from sim.schedule.model.weights.gathering import Gathering
@@ -24,12 +25,13 @@ class Updating:
     def update(self, gradients: dict[Unit, View], squares: View) -> None:
         """Append it, by what ``Summing.complete`` returned."""
         b, kept, whole = self._b, self._owned.kept, self._gathering.whole
-        at_once, new = self._owned.options.gather == "units", {}
+        within = self._owned.shards.within if self._owned.options.gather == "all" else None
+        new = {}
         for unit, gradient in gradients.items():
-            update, weights = partial(self._update, unit), whole.get(unit, {}) if at_once else {}
+            update, weights = partial(self._update, unit), {} if within else whole.get(unit, {})
             new[unit] = b.call(f"update {unit.name}", unit.layer, update, gradient, squares, kept[unit], weights)
-        if new and not at_once:
-            self._gather_all(new)
+        if new and within:
+            self._gather_all(new, within)
 
     def _update(self, unit: Unit, gradient: View, squares: View, kept: Kept, weights: Values) -> View:
         """Append what updates a unit's weights and moments where they lie, and brings them to all who hold them whole;
@@ -76,7 +78,7 @@ class Updating:
             whole = updated(weight).later(unit.layer)
             self._b.output_of(whole, whole.rows(self._b.workload.model), view)
 
-    def _gather_all(self, new: dict[Unit, View]) -> None:
+    def _gather_all(self, new: dict[Unit, View], within: Communicator) -> None:
         """Append what copies new weights of all units together, gathers them, copies them to one tensor for each rank
         and from there to where they belong; all of that is held until the last one is there (nanotron 0.4
         distributed.py, all_gather_coalesced). The host takes each rank's part of each tensor by itself.
@@ -87,9 +89,8 @@ class Updating:
             packed = b.call(f"flatten {unit.name}", unit.layer, packs, own, gathering.own(unit))
             flats[unit] = b.call(f"gather {unit.name}", unit.layer, spreads, packed, gathering.flat(unit))
             held.append(packed)
-        if within := self._owned.shards.within:
-            calls = self._owned.num_parts * sum(num_merged(unit, b.workload.model) for unit in flats)
-            b.add(HostSync(label="take new weights apart", streams=(within.name,), calls=calls))
+        calls = self._owned.num_parts * sum(num_merged(unit, b.workload.model) for unit in flats)
+        b.add(HostSync(label="take new weights apart", streams=(within.name,), calls=calls))
         for unit, flat in flats.items():
             listed = b.call(f"list {unit.name}", unit.layer, partial(self._listed, unit), flat)
             b.call(f"renew {unit.name}", unit.layer, partial(self._renew, unit), listed, gathering.whole[unit])
