@@ -201,10 +201,10 @@ class AbstractPlayer(Interpreter):
             theta = self._rules.of_layer(given[0]).model.rope_theta
             if op.theta != theta:
                 raise ScheduleError(f"rotates by theta {op.theta!r}: rope_theta of this layer is {theta!r}")
-        source, target = (
-            {piece.content[:2] for piece in pieces if piece.content.tensor != ZERO} for pieces in (given[0], into)
+        plain = isinstance(op, ops.Accumulate) and any(
+            len({piece.content[:2] for piece in pair if piece.content.tensor != ZERO}) < 2
+            for pair in common(given[0], into)
         )
-        plain = isinstance(op, ops.Accumulate) and (not source or not target or source == target)
         made = given if plain else self._token_rules.apply(op, given)
         if len(made) != len(op.writes):
             raise ScheduleError(f"leaves {len(op.writes)} results of {len(made)}: only frozen weights have no gradient")

@@ -186,6 +186,12 @@ def test_all_members_on_one_device() -> None:
     is_exact(on_one_device(check(step("ring", Mesh(tp=2, ring=2)))))
 
 
+@pytest.mark.sweep
+def test_all_stages_on_one_device() -> None:
+    """Each squares gradients of its own layers: of all others it adds zeros to the sums of the other stages."""
+    is_exact(on_one_device(check(step(mesh=Mesh(tp=2, pp=2), micro_batches=2, batch=2, seq=16))))
+
+
 def test_where_ranks_have_whole_weights_nothing_is_sent_beside_products() -> None:
     changed = [{}, {"tp_overlap": "shards"}, {"tp_sequence": False}]
     assert len({step("ring", Mesh(ring=2), **chosen).hash for chosen in changed}) == 1

@@ -60,7 +60,7 @@ def _other_workloads(draw: Random, old: Workload) -> Iterator[dict[str, Any]]:
     others += [(name, value) for fields in FEATURES.values() for name, value in fields.items()]
     others += [(name, msgspec.UNSET) for name in sorted({name for fields in FEATURES.values() for name in fields})]
     for name in ("num_heads", "num_kv_heads", "head_dim", "embed_dim", "ffn_dim", "vocab_size"):
-        others += [(name, 2 * getattr(model, name)), (name, getattr(model, name) // 2)]
+        others += [(name, 2 * getattr(model, name)), (name, max(1, getattr(model, name) // 2))]
     yield from ({"model": changed} for name, value in others if (changed := _other_model(model, name, value)))
 
 
