@@ -423,6 +423,7 @@ PLACES: dict[str, str] = {
     "sim/software/counted.py:_loaded": "software, counted",
     "sim/software/software.py:load_software": "software",
     "sim/software/host.py:_table": OURS,
+    "sim/software/issue.py:table": OURS,
     "sim/words/workload.py:load_model": "model",
     "sim/words/workload.py:model_of_config": "config.json",
     "topology/cluster.py:load_cluster": "cluster",

@@ -77,7 +77,7 @@ def test_changes_are_keys_of_the_framework_first_and_each_is_there_once() -> Non
     assert "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1" in flags
     assert {"--tensor-model-parallel-size 2", "--tensor-model-parallel-size 8"} <= {*flags}
     alone = [one.text for one in changes(imported(FILES / "megatron-llama3-8b.sh"))]
-    assert "--tensor-model-parallel-size 2 --sequence-parallel" in alone
+    assert "--tensor-model-parallel-size 2" in alone
 
 
 @pytest.fixture(scope="module")
