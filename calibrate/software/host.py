@@ -154,17 +154,17 @@ def _layer(real: _Real, alone_s: Mapping[str, float]) -> Layer:
 
 
 def issues(software: str, part: Part, *, parallel: bool) -> dict[str, float]:
-    """Return how many of each kind the simulator issues for a pass of a layer with the kernels of some software: of
-    modules, and of what ``_ALONE`` names.
+    """Return how many of each kind the simulator issues for a pass of a layer with the kernels of some software, on the
+    rank that is timed: of modules, and of what ``_ALONE`` names.
     """
-    ranks = 2 if parallel else 1
+    ranks, rank = (_RANKS, _RANK) if parallel else (1, 0)
     found = Setup(
         "single", model="llama3-8b", cluster="hgx-h100", gpus=ranks, tp_degree=ranks, seq="4K", scope="layer", layers=1,
         software=software,
     ).resolved()  # fmt: skip
     checked, counts = found.checked(), defaultdict[str, float](float)
     runs = CostModel(Cluster(found.spec), found.profile).run
-    for op, use in zip(checked.schedule.programs[0].ops, checked.kernels[0], strict=True):
+    for op, use in zip(checked.schedule.programs[rank].ops, checked.kernels[rank], strict=True):
         if op.part != part:
             continue
         if isinstance(op, Collective):

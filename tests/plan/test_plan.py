@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import longstep
-from longstep import InputError, Setup
+from longstep import InputError, Prediction, Setup
 from sim.base.cpu_time import CpuTime
 from sim.base.workers import Workers
-from sim.plan.search.bounds import least_of_any, least_room, least_seconds
+from sim.plan.search.bounds import Least, least_of_any, least_room, least_seconds
 from sim.plan.search.branches import SURE, Played, least_limits, least_of, played, step_of
 from sim.plan.search.room import room
 from sim.plan.search.search import Search
@@ -140,6 +140,22 @@ def test_further_micro_batches_add_what_the_last_one_did(options: dict[str, str]
     own, by_few = least_seconds(setup.resolved()), least_of(setup)
     assert by_few[:2] == pytest.approx(own[:2], rel=1e-9)
     assert 0 < by_few.links_s <= own.links_s * (1 + 1e-9)  # of another link, where that carries more by then
+
+
+def require_told(setup: Setup) -> tuple[Prediction, Least]:
+    """Assert that few layers and micro-batches say what a step of many takes, seconds within 1e-4 and memory to the
+    byte, and that no bound is above either; return the step and its bound.
+    """
+    predicted, least = setup.predicted(), least_of(setup)
+    assert step_of(setup)[0] == pytest.approx(predicted.step_time_s, rel=1e-4)
+    assert 0 < least.branch_s <= least.step_s <= predicted.step_time_s * (1 + 1e-9)
+    found = played(Branch(Family(setup, "", {})), float("inf"))
+    assert isinstance(found, Played)
+    assert found.room == predicted.room
+    assert predicted.room is not None
+    for limit, whole in zip(least_limits(setup), predicted.room.limits, strict=True):
+        assert 0.95 * whole.held_bytes <= limit.held_bytes <= whole.held_bytes
+    return predicted, least
 
 
 def require_bounds(setup: Setup, options: dict[str, tuple[str, ...]]) -> int:

@@ -9,11 +9,11 @@ import pytest
 import longstep
 from longstep import InputError, Setup
 from sim.plan.remedies import remedies
-from sim.plan.search.branches import Played, least_limits, least_of, played, step_of
+from sim.plan.search.branches import step_of
 from sim.plan.search.degrees import FEW_TOKENS
-from sim.plan.search.space import Branch, Family, families
+from sim.plan.search.space import Branch, families
 from tests.helpers import by_tier
-from tests.plan.test_plan import SMALL, by_trying, require_bounds
+from tests.plan.test_plan import SMALL, by_trying, require_bounds, require_told
 
 FEW: dict[str, tuple[str, ...]] = {"checkpoint": ("none", "full"), "optimiser": ("gpu", "host")}
 SPLITS: dict[str, dict[str, Any]] = {
@@ -39,15 +39,7 @@ def test_few_layers_of_shares_say_what_many_take(name: str) -> None:
     """Seconds within 1e-4, memory to the byte."""
     said = {"layers": 12, "jitter": 0.0, "scope": "step", **SPLITS[name]}
     setup = SMALL.replace(**said).spelled_out()
-    predicted, least = setup.predicted(), least_of(setup)
-    assert step_of(setup)[0] == pytest.approx(predicted.step_time_s, rel=1e-4)
-    assert 0 < least.branch_s <= least.step_s <= predicted.step_time_s * (1 + 1e-9)
-    found = played(Branch(Family(setup, "", {})), float("inf"))
-    assert isinstance(found, Played)
-    assert found.room == predicted.room
-    assert predicted.room is not None
-    for limit, whole in zip(least_limits(setup), predicted.room.limits, strict=True):
-        assert 0.95 * whole.held_bytes <= limit.held_bytes <= whole.held_bytes
+    require_told(setup)
 
 
 @pytest.mark.sweep

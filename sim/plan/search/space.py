@@ -211,10 +211,8 @@ def families(
                 schedule=name, stack=None, scope="step", pad=True, gpus=gpus, dp_degree=dp, pp_degree=mesh.pp,
                 tp_degree=mesh.tp, jitter=0.0,
             )  # fmt: skip
-            each, inside = (
-                setup.batch * dp if sequences is None else sequences,
-                {"TP": mesh.tp, "U": ulysses, "R": ring},
-            )
+            each = setup.batch * dp if sequences is None else sequences
+            inside = {"TP": mesh.tp, "U": ulysses, "R": ring}
             base = base.replace(
                 cp=None, ulysses_degree=ulysses if ulysses > 1 else None, ring_degree=ring if ring > 1 else None,
                 global_batch=None if sequences is None else sequences,

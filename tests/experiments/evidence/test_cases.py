@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from experiments.evidence.papers.cases import FOLDER, case_fields, read_cases, setup_of
+from experiments.evidence.papers.published import predicted
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
 from sim.setup.names import DATASHEET
@@ -117,6 +118,46 @@ def test_what_cases_have_in_common_that_are_alike(tmp_path: Path) -> None:
     assert len(whole) == 28, "others are of half of the rows, which are copied back"
     assert all(merges[1][place] > 1e-4 for place in whole)
     assert left_out.step_time_s < all_of_it.step_time_s - 7 * 1e-4
+
+
+FEW = """
+title = "x"
+source = "x"
+quality = "x"
+profile = "h100-sxm"
+
+[select]
+model = "llama3-8b"
+cluster = "hgx-h100"
+scope = "step"
+schedule = "single"
+gpus = 2
+pp_degree = 2
+seq = "4K"
+batch = 9
+set = ["model.num_layers=4", "schedule.micro_batches=9"]
+
+[[group]]
+name = "nine micro-batches"
+few_micro_batches = true
+cases = [{ measured_s = 1.0 }]
+"""
+
+
+@pytest.mark.gloo
+def test_few_micro_batches_say_what_many_take(tmp_path: Path) -> None:
+    """Of two steps that have fewer, both without jitter."""
+    path = tmp_path / "ours.toml"
+    path.write_text(FEW)
+    (case,) = read_cases(str(path))[1]
+    assert [setup.batch for setup in case.told_by.setups] == [3, 4]
+    (told,) = predicted([case])
+    assert told.predicted_s == pytest.approx(case.setup.replace(jitter=0.0).predicted().step_time_s, rel=1e-9)
+    assert told.low_s < told.predicted_s < told.high_s
+    assert [setup.batch for setup in case._replace(few_micro_batches=False).told_by.setups] == [9]
+    path.write_text(FEW.replace('scope = "step"', 'scope = "layer"').replace(', "schedule.micro_batches=9"', ""))
+    with pytest.raises(InputError, match="few_micro_batches takes whole steps, without host_fit"):
+        read_cases(str(path))
 
 
 def test_a_case_file_without_cases_and_one_that_is_not_there(tmp_path: Path) -> None:
