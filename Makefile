@@ -1,4 +1,4 @@
-# make setup | demo | quick | test | test-all | lint | bench | validate - each sets up what it needs on a fresh machine.
+# make setup | demo | quick | test | test-all | lint | bench | validate | evidence - each sets up what it needs on a fresh machine.
 # make quick: the inner loop, without processes; test: what must hold; test-all: the same at large.
 # make gpu PARTS="verify calibrate layers" OUT=FOLDER LIMIT=SECONDS - all or some parts, with the torch that is here:
 # it installs nothing and needs no network; what was ended goes on when it is begun again. make lab - as root, 15 minutes on an idle machine: links of set rates. make carry CARRY="--python 3.12" - what it needs beside torch, in build/carry.
@@ -10,7 +10,7 @@ SOFTWARE := .venv/.software
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: setup demo quick test test-all lint bench validate lab gpu carry
+.PHONY: setup demo quick test test-all lint bench validate evidence lab gpu carry
 
 setup: $(READY)
 
@@ -46,8 +46,12 @@ bench: $(READY)
 	$(BIN)/python -m experiments.recipes bench
 
 validate: $(READY)
-	$(BIN)/longstep validate --cases all
+	$(BIN)/longstep evaluate all
 	$(BIN)/longstep validate --ranks 2,4 --schedules ring,ulysses
+
+# Writes experiments/results/README.md, the table of README.md, and sim/step_errors.json.
+evidence: $(READY)
+	$(BIN)/python -m experiments.recipes evidence
 
 # OUT=FOLDER keeps the records and the pages.
 LAB_OUT = $(if $(OUT),--out $(OUT)/$(1).json --page $(OUT)/$(1).html --figure $(OUT)/$(1).svg)

@@ -19,8 +19,9 @@ import longstep
 from experiments.evidence.executed.executed_cases import executed_cases, own_schedules
 from experiments.evidence.executed.record import RECORD_FILE, read_record, save_record
 from experiments.evidence.workers import called
+from experiments.recipes.evidence import EvidenceFiles, evidence
 from experiments.serve.answering.jobs import JOBS, Jobs
-from experiments.verbs.cli import main
+from experiments.verbs.cli import main, open_console
 from experiments.verbs.shared.cells import CellSelection, cells_of
 from sim.base.errors import InputError, JournalError, LongstepError
 from sim.base.presets import decoded, read_bytes
@@ -109,7 +110,7 @@ def case_file(**parts: str) -> Reader:
         named = {key: part.replace("CODE", code) for key, part in (default | parts).items()}
         return CASES.format(code, code, **named).encode()
 
-    return Reader("cases.toml", holds, command("validate", "--cases", "FILE"))
+    return Reader("cases.toml", holds, command("evaluate", "FILE"))
 
 
 def record(**changes: Any) -> Reader:
@@ -121,16 +122,21 @@ def record(**changes: Any) -> Reader:
         others = {key: {"schedule": code, "cluster": "hgx-h100"} for key in changes if key not in RING._fields}
         return msgspec.json.encode(msgspec.structs.replace(found, **others))
 
-    return Reader("record.json", holds, command("validate", "--record", "FILE", "--markdown", "FILE.md"))
+    return Reader("record.json", holds, lambda path: chapter_of(path, f"{path}.md"))
 
 
-def chapter(*arguments: str) -> Callable[[str], None]:
-    """What a chapter does with a file that lies beside its record, FILE among its arguments."""
+def chapter_of(record: str, path: str, front_page: str | None = None, step_errors: str | None = None) -> None:
+    """Write the chapter of a record, or of the records in a folder."""
+    evidence(open_console(), [], [record], EvidenceFiles(path, front_page, step_errors))
+
+
+def chapter(*written: str) -> Callable[[str], None]:
+    """What a chapter does with a file that lies beside its record, and that is ``written`` too."""
 
     def read(path: str) -> None:
         beside = Path(path).with_name("record.json")
         beside.write_bytes(record(schedule="CODE").holds("mine.py:build"))
-        command("validate", "--record", str(beside.parent), "--markdown", "FILE.chapter.md", *arguments)(path)
+        chapter_of(str(beside.parent), f"{path}.chapter.md", **dict.fromkeys(written, path))
 
     return read
 
@@ -267,10 +273,10 @@ READERS = {
     "record, over it": record(schedule="CODE")._replace(
         read=command("validate", "--record", f"{RESULTS}/2026-11-21-schedules-epyc-2-cores", "--out", "FILE")),
     "record, notes": Reader("notes.md", lambda code: f"{{{{ {code} }}}}".encode(), chapter()),
-    "front page": Reader("front.md", str.encode, chapter("--front-page", "FILE")),
+    "front page": Reader("front.md", str.encode, chapter("front_page")),
     "page of studies": Reader("studies.md", str.encode, command("study", "fpdt-chunks", "--markdown", "FILE")),
     "step errors": Reader("errors.json", as_json(lambda code: {"created": code, "command": code, "sets": []}),
-        chapter("--step-errors", "FILE")),
+        chapter("step_errors")),
     "lab": Reader("lab.json", shipped("experiments/results/2026-11-24-lab-thin-epyc-2-cores/thin.json",
         usp='"schedule":"usp"'), command("lab", "--record", "FILE", "--page", "FILE.html")),
     "lab, report": Reader("lab.json", shipped("experiments/results/2026-11-24-lab-thin-epyc-2-cores/thin.json",
@@ -374,11 +380,10 @@ PLACES: dict[str, str] = {
     "experiments/verbs/balance.py:_order": "layout",
     "experiments/verbs/calibrate.py:_profile": "profile, compared",
     "experiments/verbs/cli.py:_print_no_more": WRITES,
-    "experiments/verbs/evidence.py:write_chapter": "front page",
+    "experiments/recipes/evidence.py:_text": "front page",
     "experiments/verbs/machine.py:_read": "nvidia-smi topo",
     "experiments/verbs/study.py:_page": "page of studies",
     "experiments/verbs/sweep.py:_is_parquet": "table, over it",
-    "experiments/verbs/validate.py:_outputs": "front page",
     "runtime/lab/keeper.py:main": BESIDE,
     "runtime/processes/fork_server.py:_hear": BESIDE,
     "runtime/lab/lab.py:_answer": BESIDE,

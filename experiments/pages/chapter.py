@@ -118,7 +118,7 @@ def on_front_page(text: str, rows: Sequence[Sequence[str]]) -> str:
     """Return a page with the headlines in place of those that it shows; raises InputError where it shows none."""
     found = _HEADLINES.search(text)
     if not found:
-        raise InputError(f"`front_page`: it has no table that begins with | {HEADLINE_HEADS[0]} |, to be replaced")
+        raise InputError(f"the front page has no table that begins with | {HEADLINE_HEADS[0]} |, to be replaced")
     return text[: found.start()] + front_table(rows) + "\n" + text[found.end() :]
 
 

@@ -28,6 +28,7 @@ def _run(arguments: Sequence[str]) -> None:
     recipes.add_parser("demo", help="calibrate this machine, execute and simulate two schedules, predict 8 x H100")
     recipes.add_parser("bench", help="what building, checking and simulating schedules costs")
     recipes.add_parser("sizes", help="what predictions of many sizes take, held against what is told before")
+    recipes.add_parser("evidence", help="predict all that was measured anew, and write how far off it is")
     faults = recipes.add_parser("doctor", help="execute clean runs and faults here, and see what the doctor says")
     faults.add_argument("--out", metavar="FOLDER", help="where results go, by default experiments/results/DATE-doctor")
     faults.add_argument("--profile", metavar="NAME", help="of an earlier calibration; by default this machine is now")
@@ -56,6 +57,10 @@ def _run(arguments: Sequence[str]) -> None:
         from experiments.recipes.doctor import doctor
 
         doctor(console, **{key: value for key, value in vars(given).items() if key != "recipe"})
+    elif given.recipe == "evidence":
+        from experiments.recipes.evidence import evidence
+
+        evidence(console)
     elif given.recipe == "sizes":
         from experiments.recipes.sizes import sizes
 

@@ -67,6 +67,7 @@ _VERBS = {
     "run": _Verb("run", "Run", "run"),
     "compare": _Verb("compare", "Compare", "compare"),
     "validate": _Verb("validate", "Validate", "validate"),
+    "evaluate": _Verb("evaluate", "Evaluate", "evaluate"),
     "lab": _Verb("lab", "Lab", "lab"),
     "serve": _Verb("serve", "Serve", "serve"),
     "report": _Verb("report", "Report", "report"),
@@ -243,7 +244,7 @@ def _fields(owner: type) -> Iterator[str]:
 def _flags() -> dict[str, str]:
     """Return the flag of every field that an error may name."""
     fields = (name for verb, one in _VERBS.items() if verb != "list" for name in _fields(one.parses_to()))
-    others = {"passes": "--pass", "from_file": "--from", "kind": "longstep list"}
+    others = {"passes": "--pass", "from_file": "--from", "kind": "longstep list", "cases": "longstep evaluate"}
     return {name: f"--{name.replace('_', '-')}" for name in fields} | others
 
 

@@ -40,23 +40,16 @@ from experiments.evidence.executed.record import (
     save_record,
     summary,
 )
-from experiments.evidence.links.lab import kept_labs
-from experiments.evidence.papers.coverage import STEP_ERRORS_FILE
-from experiments.evidence.papers.published import case_rows
-from experiments.pages.chapter import CHAPTER_FILE, FRONT_PAGE, on_front_page
 from experiments.pages.drawn.render import FIGURE_FILE, PAGE_FILE
-from experiments.pages.evidence_page import page as evidence_page
 from experiments.pages.sweep_page import figure, page
 from experiments.verbs.calibrate import Calibrate, calibrate
 from experiments.verbs.cli import with_flags
-from experiments.verbs.evidence import ChapterFiles, progress_bar, show_cases, write_chapter
 from experiments.verbs.shared.cells import CellSelection, cells_of, playable
 from experiments.verbs.shared.kinds import OptionalFloat, OptionalText, Texts
-from experiments.verbs.shared.terminal import print_json
+from experiments.verbs.shared.terminal import progress_bar
 from experiments.verbs.shared.writes import Writes
 from sim.base.errors import InputError, LongstepError
 from sim.base.files import Output, require_outputs
-from sim.base.presets import read_bytes
 from sim.base.units import percent, seconds, size
 from sim.words.profile import profile_names
 
@@ -80,25 +73,14 @@ class Validate(Writes):
     """Keep the comparisons that the record at --out has, if it is there, and make those that it lacks."""
     record: Texts = ()
     """Measure nothing: show this record, or several as one; of a folder all records in it."""
-    cases: Texts = ()
-    """Execute nothing: hold predictions against the measurements of this case file (NAME, FILE.toml, or all)."""
-    json: bool = False
-    """With --cases: print JSON instead of tables, a row for each case, which longstep report shows."""
     out: OptionalText = None
     """Write the record to this JSON file, after every comparison."""
     html: OptionalText = None
-    """Write one HTML page to this file: a parity plot, the error over length (but of --cases), and all cells."""
+    """Write one HTML page to this file: a parity plot, the error over length, and all cells."""
     figure: OptionalText = None
     """Write both plots to this SVG file."""
-    markdown: OptionalText = None
-    """Write all that --cases and --record say, each by itself, as a chapter of Markdown to this FILE.md."""
-    front_page: OptionalText = None
-    """With --markdown: write the first table of that chapter into this FILE.md too, in place of the one there."""
-    step_errors: OptionalText = None
-    """With --markdown: write how far off these steps are to this FILE.json, and take the intervals of the chapter from
-    there, not from what ships (sim/step_errors.json)."""
     cases_out: OptionalText = None
-    """Write what was executed to this FILE.toml as cases, its profile next to it, for --cases to predict again."""
+    """Write what was executed as cases for longstep evaluate to this FILE.toml, its profile next to it."""
 
 
 class _Outputs(NamedTuple):
@@ -108,24 +90,11 @@ class _Outputs(NamedTuple):
     html: Output | None
     figure: Output | None
     cases_out: Output | None
-    markdown: Output | None
-    front_page: Output | None
-    step_errors: Output | None
 
 
 def validate(command: Validate, console: Console, workers: Workers | None = None) -> None:
     """Compare every cell several times, and show how far the simulated steps are from the executed ones."""
     outputs = _outputs(command)
-    if outputs.markdown:
-        _write_chapter(command, outputs, outputs.markdown, console)
-        return
-    if command.cases:
-        found = show_cases(command.cases, console, quiet=command.json)
-        if command.json:
-            print_json([row for one in found for row in case_rows(one)], console)
-        if outputs.html:
-            outputs.html.write(evidence_page(found).encode())
-        return
     if command.record:
         record = joined([kept.record for path in command.record for kept in kept_records(path)])
         show(record, console)
@@ -133,8 +102,6 @@ def validate(command: Validate, console: Console, workers: Workers | None = None
             save_record(record, outputs.out)
         _write(record, outputs)
         return
-    if command.json:
-        raise InputError("`json` is of `cases`: name some, such as all; a record is JSON, which `out` writes")
     _require_comparisons(command)
     cells = cells_of(command.sweep)
     if command.cases_out:
@@ -161,52 +128,19 @@ def _require_comparisons(command: Validate) -> None:
 
 
 def _outputs(command: Validate) -> _Outputs:
-    """Return the files to write; raises InputError for one that cannot be written, or that what is asked for does not
-    fill.
-    """
+    """Return the files to write; raises InputError for one that cannot be written."""
     outputs = _Outputs(
         command.output(command.out, RECORD_FILE),
         command.output(command.html, PAGE_FILE),
         command.output(command.figure, FIGURE_FILE),
         command.output(command.cases_out, CASES_FILE),
-        command.output(command.markdown, CHAPTER_FILE),
-        command.output(command.front_page, FRONT_PAGE),
-        command.output(command.step_errors, STEP_ERRORS_FILE),
     )
     require_outputs([*outputs, own_profile(outputs.cases_out) if outputs.cases_out else None])
-    if command.markdown and not (command.cases or command.record):
-        raise InputError("`markdown` writes what `cases` and `record` say: name some, such as --cases all")
-    if command.markdown and any((command.out, command.html, command.figure, command.cases_out, command.sweep.named)):
-        raise InputError("`markdown` goes with `cases` and `record` only: write other files by a command of their own")
-    if (command.front_page or command.step_errors) and not command.markdown:
-        raise InputError("`front_page` and `step_errors` are written with a chapter: name its file by `markdown`")
-    if command.front_page:
-        on_front_page(read_bytes("front page", command.front_page, "`front_page`").decode(errors="replace"), [])
     if command.figure and not command.figure.endswith(".svg"):
         raise InputError(f"--figure {command.figure}: expected a file that ends in .svg; browsers print it to PDF")
     if command.cases_out and not command.cases_out.endswith(".toml"):
-        raise InputError(f"--cases-out {command.cases_out}: expected a file that ends in .toml, as --cases takes it")
-    if command.cases and command.cases_out:
-        raise InputError(
-            "--cases-out writes what was executed, and --cases executes nothing: leave one of them out, or give "
-            "--cases-out a --record"
-        )
-    if command.cases and (command.figure or command.out or command.sweep.named):
-        raise InputError("`cases` goes with `html` or `markdown` only: what is predicted stands in the files")
-    if command.cases and command.record and not command.markdown:
-        raise InputError("`cases` goes with `record` only where `markdown` writes both: leave one of them out")
+        raise InputError(f"--cases-out {command.cases_out}: expected a file that ends in .toml, for longstep evaluate")
     return outputs
-
-
-def _write_chapter(command: Validate, outputs: _Outputs, to: Output, console: Console) -> None:
-    """Print what cases and records say, each by itself, and write it as a chapter."""
-    kept = [one for path in command.record for one in kept_records(path)]
-    labs = [one for path in command.record for one in kept_labs(path)]
-    evidence = show_cases(command.cases, console)
-    for one in kept:
-        show(one.record, console)
-    files = ChapterFiles(to, outputs.front_page, outputs.step_errors)
-    write_chapter(evidence, kept, labs, files, console, profiles="all" in command.cases)
 
 
 def _sweep(cells: list[Cell], command: Validate, outputs: _Outputs, console: Console, workers: Workers | None) -> None:

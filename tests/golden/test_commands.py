@@ -14,7 +14,7 @@ from sim.setup.names import MODEL, MODEL_HERE
 from tests.golden.commands import COPIED, EXECUTE, NOT_RUN, REFUSED, kept, run_page, shown, why_not_run
 from tests.golden.pages import PAGES, ROOT, Command, commands_of, names_of
 
-WRITES = ("--out", "--page", "--trace", "--html", "--figure", "--cases-out", "--markdown", "--step-errors")
+WRITES = ("--out", "--page", "--trace", "--html", "--figure", "--cases-out", "--markdown")
 """Options whose file a command makes."""
 REAL = re.compile(r"llama|qwen|mistral|gemma", re.IGNORECASE)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 import msgspec
 from rich.console import Console
@@ -31,6 +31,9 @@ from sim.engine.results.report import Report
 from sim.engine.results.room import Limit, Room, by_basis
 from sim.setup.answers.answer import Grounds, grounds, interval, named, step_time
 from topology.reserved import PARTS, Basis, held_by_allocator
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, and what is none, which cannot be written."""
@@ -315,6 +318,13 @@ def progress(doing: str) -> Iterator[Callable[..., None]]:
             bar.update(task, completed=done, total=count, description=told, refresh=True)
 
         yield show
+
+
+def progress_bar(console: Console) -> Progress:
+    """Return a bar on standard error, which is gone when it is done."""
+    from rich.progress import Progress  # see above
+
+    return Progress(console=type(console)(stderr=True), transient=True)
 
 
 class Ticker(logging.Handler):

@@ -125,4 +125,4 @@ NOTHING = Learned(created="", command="", sets=[])
 def shipped() -> Learned:
     """Return what ships."""
     data = resources.files("sim").joinpath(STEP_ERRORS).read_bytes()
-    return from_json(data, Learned, STEP_ERRORS, "longstep validate writes it anew, with `step_errors`")
+    return from_json(data, Learned, STEP_ERRORS, "make evidence writes it anew")

@@ -219,7 +219,7 @@ def test_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     save_record(on_h100(CellSelection(cluster="hgx-h100"), [RING]), RECORD_FILE.at(record))
     main(["validate", "--record", str(record), "--cases-out", str(cases)])
     capsys.readouterr()
-    main(["validate", "--cases", str(cases)])
+    main(["evaluate", str(cases)])
     printed = capsys.readouterr().out
     assert "+0.0 %" in printed
     assert "profile 'profile.json', sha256" in printed

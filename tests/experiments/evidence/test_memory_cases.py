@@ -17,7 +17,8 @@ from experiments.evidence.papers.memory_cases import (
     size_rows,
 )
 from experiments.evidence.papers.published import Evidence, judged_groups
-from experiments.verbs.cli import main
+from experiments.recipes.evidence import EvidenceFiles, evidence
+from experiments.verbs.cli import open_console
 from sim.base.errors import InputError
 from sim.base.presets import load_toml
 from sim.plan.fit import PER_OCTAVE
@@ -139,10 +140,10 @@ def test_what_is_wrong_is_named(tmp_path: Path, more: str, message: str) -> None
 
 
 @pytest.mark.gloo
-def test_validate_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evidence_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     read(tmp_path)
     chapter = tmp_path / "chapter.md"
-    main(["validate", "--cases", str(tmp_path / "ours.toml"), "--markdown", str(chapter)])
+    evidence(open_console(), [str(tmp_path / "ours.toml")], [], EvidenceFiles(str(chapter), None, None))
     verdict = "2 of 4 right, 1 at the limit, 1 wrong"
     assert "at the limit" in capsys.readouterr().out
     assert verdict in chapter.read_text()

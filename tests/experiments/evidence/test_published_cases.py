@@ -45,7 +45,7 @@ def prediction(step_s: float, measured_s: float, schedule: str = "ring", **field
 def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, shown = tmp_path / "ours.toml", tmp_path / "page.html"
     path.write_text(OWN.format(more="").replace("Our cluster", "Our cluster " + HOSTILE.replace('"', "")))
-    main(["validate", "--cases", str(path), "--html", str(shown)])
+    main(["evaluate", str(path), "--html", str(shown)])
     printed = capsys.readouterr().out
     text = shown.read_text()
     loads_nothing(text)
@@ -164,7 +164,7 @@ def test_how_ops_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         'measure = "Merge", seq = "8K", measured_s = 0.0001',
     ]
     path.write_text(OPS.format(" },\n  { ".join(cases)))
-    main(["validate", "--cases", str(path), "--html", str(shown)])
+    main(["evaluate", str(path), "--html", str(shown)])
     assert "AllToAll, 8 GPUs, 2 MiB" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     cells = [re.findall(r">([^<]*)</td>", row) for row in shown.read_text().split("<tr data-row")[1:]]
     assert [(name, size, mask, passes) for name, _, _, _, size, mask, passes, *_ in cells] == [
@@ -199,7 +199,7 @@ def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.gloo
 def test_no_worker_outlives_its_command(ended_by: signal.Signals) -> None:
-    script = "from experiments.verbs.cli import main; main(['validate', '--cases', 'usp_l20'])"
+    script = "from experiments.verbs.cli import main; main(['evaluate', 'usp_l20'])"
     command = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3])
     workers: set[int] = set()
     while len(workers) < 2 and command.poll() is None:

@@ -25,7 +25,8 @@ from experiments.evidence.papers.cases import FOLDER
 from experiments.evidence.papers.coverage import REGIME_HEADS
 from experiments.evidence.papers.published import measured_on, read_all, rests_on
 from experiments.pages.chapter import executed_section, front_table, on_front_page
-from experiments.verbs.cli import main
+from experiments.recipes.evidence import EvidenceFiles, evidence
+from experiments.verbs.cli import open_console
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
 from sim.engine.intervals.interval import Interval
@@ -70,11 +71,11 @@ def test_a_chapter_of_small_sources(
     (tmp_path / "some run" / "notes.md").write_text("The machine was *loud*.\n")
     (tmp_path / "some run" / "record.svg").write_text("<svg/>")
     out = tmp_path / "README.md"
-    command = ["validate", "--cases", own_cases(tmp_path), "--record", str(tmp_path / "some run"), "--markdown"]
-    monkeypatch.setattr(sys, "argv", ["longstep", *command])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/recipes/__main__.py", "evidence"])
     front, errors = tmp_path / "front.md", tmp_path / "errors.json"
     front.write_text("# Toy\n\n| measured | old |\n| --- | --- |\n| a | b |\n\nBehind.\n")
-    main([*command, str(out), "--front-page", str(front), "--step-errors", str(errors)])
+    files = EvidenceFiles(str(out), str(front), str(errors))
+    evidence(open_console(), [own_cases(tmp_path)], [str(tmp_path / "some run")], files)
     printed, text = capsys.readouterr().out, out.read_text()
     assert "Our kernels" in printed
     assert "ulysses" in printed
@@ -123,7 +124,7 @@ def test_a_chapter_of_small_sources(
     assert "\n\nWhy **so**.\n\n" in text
     for line in (*summary(record), "profile 'h100-sxm', sha256", "profile sha256"):
         assert f"- {line}" in text
-    assert re.search(r"```text\nlongstep .*\n```", text)
+    assert "```text\npython -m experiments.recipes evidence\n```" in text
 
 
 def test_a_machine_is_one_row_with_its_intervals() -> None:
@@ -144,20 +145,15 @@ def test_a_folder_without_records(tmp_path: Path) -> None:
         kept_records(str(tmp_path))
 
 
-def test_where_there_are_no_headlines_none_are_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(InputError, match=r"it has no table that begins with \| measured \|"):
+def test_where_there_are_no_headlines_none_are_replaced(tmp_path: Path) -> None:
+    """That is said before all case files are predicted, which takes minutes."""
+    with pytest.raises(InputError, match=r"has no table that begins with \| measured \|"):
         on_front_page("| other | heads |\n| --- | --- |\n", [])
-    front, chapter = tmp_path / "front.md", ["--markdown", str(tmp_path / "chapter.md")]
+    front, chapter = tmp_path / "front.md", str(tmp_path / "chapter.md")
     front.write_text("# No table\n")
-    for more, why in (
-        (["--front-page", str(front), *chapter], "not a page with the headlines of the evidence that Longstep wrote"),
-        (["--front-page", str(front), *chapter, "--force"], "it has no table"),
-        (["--front-page", str(tmp_path / "none.md"), *chapter], "cannot be read"),
-        (["--step-errors", str(tmp_path / "errors.json")], "name its file by"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["validate", "--cases", "all", *more])
-        assert why in " ".join(capsys.readouterr().err.split())
+    for page, why in ((str(front), "has no table"), (str(tmp_path / "none.md"), "cannot be read")):
+        with pytest.raises(InputError, match=why):
+            evidence(open_console(), files=EvidenceFiles(chapter, page, None))
     assert [path.name for path in tmp_path.iterdir()] == ["front.md"]
     assert front.read_text() == "# No table\n"
 
@@ -198,7 +194,7 @@ def test_the_committed_chapter_names_all_sources() -> None:
 
 
 def test_the_committed_chapter_shows_the_committed_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the letter: longstep validate --markdown writes it anew."""
+    """To the letter: make evidence writes it anew."""
     monkeypatch.chdir(ROOT)
     text, records = committed(), kept_records("experiments/results")
     assert len(records) == len({kept.path for kept in records}) > 1

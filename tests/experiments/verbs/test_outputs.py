@@ -24,13 +24,7 @@ WRITING = [
     (("validate", "--record", RECORD), "--figure", "figure.svg"),
     (("validate", "--record", RECORD), "--cases-out", "cases.toml"),
     pytest.param(
-        ("validate", "--record", RECORD), "--markdown", "chapter.md", marks=[pytest.mark.gloo, pytest.mark.slow]
-    ),
-    pytest.param(
-        ("validate", "--cases", "ring_iteration_h100"),
-        "--html",
-        "page.html",
-        marks=[pytest.mark.gloo, pytest.mark.slow],
+        ("evaluate", "ring_iteration_h100"), "--html", "page.html", marks=[pytest.mark.gloo, pytest.mark.slow]
     ),
     pytest.param(("calibrate", "--published", "h800-ultraattn"), "--out", "profile.json", marks=pytest.mark.slow),
 ]
