@@ -234,7 +234,7 @@ READERS = {
     "profile": Reader("profile.json", as_json(lambda code: loaded(ROOT / "sim/profiles/h100-sxm.json") | {
         "name": code, "command": code}), command(*SIMULATE, "--profile", "FILE")),
     "profile, compared": Reader("profile.json", as_json(lambda code: loaded(ROOT / "sim/profiles/h100-sxm.json") | {
-        "name": code}), command("calibrate", "--name", "h100-sxm", "--against", "FILE")),
+        "name": code}), command("recheck", "h100-sxm", "--against", "FILE")),
     "software": Reader("software.toml", shipped("sim/software/presets/huggingface.toml",
         **{"Hugging Face Trainer, eager": 'said = "Hugging Face Trainer, eager"'}),
         command(*SIMULATE, "--scope", "step", "--software", "FILE")),
@@ -378,7 +378,7 @@ PLACES: dict[str, str] = {
     "experiments/serve/worker.py:_resident_bytes": KERNEL,
     "experiments/studies/claims.py:claims": OURS,
     "experiments/verbs/balance.py:_order": "layout",
-    "experiments/verbs/calibrate.py:_profile": "profile, compared",
+    "experiments/verbs/recheck.py:_profile": "profile, compared",
     "experiments/verbs/cli.py:_print_no_more": WRITES,
     "experiments/recipes/evidence.py:_text": "front page",
     "experiments/verbs/machine.py:_read": "nvidia-smi topo",

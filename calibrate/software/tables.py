@@ -34,12 +34,12 @@ def counted(name: str) -> Counted:
     Raises InputError if there is none of the name, or a package is missing.
     """
     if name not in SOFTWARE:
-        raise unknown("software", name, SOFTWARE, "--software")
+        raise unknown("software", name, SOFTWARE, "NAME of longstep count")
     software = SOFTWARE[name]()
     return Counted(
         software=software.what,
         versions={package: version(package) for package in software.packages},
-        command=f"longstep calibrate --software {name}",
+        command=f"longstep count {name}",
         created=datetime.now(UTC).date().isoformat(),
         parts={part: derived(part, asked) for part, asked in software.parts.items()},
     )

@@ -1,4 +1,4 @@
-"""``longstep calibrate``: measure this machine and write a profile; or say how far one can be trusted."""
+"""``longstep calibrate``: measures this machine and writes a profile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,25 +18,18 @@ from rich.table import Table
 
 from experiments.evidence.machine import gpus_here, require_machine
 from experiments.evidence.provenance import command_line
-from experiments.verbs.counted import count_software
-from experiments.verbs.profile_diff import show_profile_diff
 from experiments.verbs.shared.kinds import OptionalFloat, OptionalText, Texts
 from experiments.verbs.shared.writes import Writes
-from sim.base.errors import InputError, RankError, unknown
+from sim.base.errors import InputError, RankError
 from sim.base.files import Output, make_folder, require_outputs
-from sim.base.presets import read_bytes
-from sim.base.units import percent, seconds
-from sim.engine.costs.measured import measured_cluster
-from sim.setup.names import DATASHEET, one_of
-from sim.software.counted import COUNTED_FILE
+from sim.base.units import percent
+from sim.setup.names import one_of
 from sim.words.profile import (
     OWN_PROFILE_FILE,
     PROFILE_FILE,
     Profile,
     encode_profile,
-    load_profile,
     profile_folder,
-    profile_names,
 )
 from sim.words.workload import FLOATS, ModelSpec, load_model
 from topology.cluster import load_cluster
@@ -62,14 +54,8 @@ class Calibrate(Writes):
 
     quick: bool = False
     """Fewer sizes and runs: under two minutes."""
-    check: bool = False
-    """Measure nothing new: repeat a few points of the profile, and say how far the machine has drifted."""
-    against: OptionalText = None
-    """Measure nothing: compare the profile's points with what this one (NAME or FILE.json) predicts of them."""
     published: OptionalText = None
     """Measure nothing: make the profile of a machine that others have measured, from their tables."""
-    software: OptionalText = None
-    """Measure nothing: count what the modules of a piece of software run, such as transformers-llama."""
     cluster: str = "host"
     """host, or the NAME or FILE.toml of a cluster that this machine's GPU is one of."""
     model: OptionalText = None
@@ -94,56 +80,13 @@ def calibrate(command: Calibrate, console: Console) -> None:
         raise InputError(f"--name {name!r}: expected letters, digits, '.', '_' and '-'")
     if command.seconds is not None and not command.seconds > 0:
         raise InputError(f"--seconds {command.seconds}: expected seconds above 0")
-    measures = command.quick or command.dtype or command.model or command.attention or command.seconds
-    others = (command.against, command.published, command.software)
-    if command.check + sum(one is not None for one in others) > 1:
-        raise InputError("--check, --against, --published and --software exclude each other: choose one of them")
-    if command.check:
-        if measures:
-            raise InputError(
-                "--check repeats points as they were measured: it goes with --out, --name or --cluster, which name a "
-                "profile"
-            )
-        _check(_own_profile(command, name), console)
-    elif command.against is not None:
-        if measures:
-            raise InputError(
-                "--against measures nothing: it goes with --out, --name or --cluster, which name a profile"
-            )
-        show_profile_diff(_own_profile(command, name), _profile(command.against, "--against"), console)
-    elif command.published is not None:
+    if command.published is not None:
+        measures = command.quick or command.dtype or command.model or command.attention or command.seconds
         if measures or command.cluster != "host":
             raise InputError("--published measures nothing: it goes with --out only")
         _published(command.published, command.output(command.out, PROFILE_FILE), console)
-    elif command.software is not None:
-        if measures or command.cluster != "host":
-            raise InputError("--software measures nothing: it goes with --out only")
-        count_software(command.software, command.output(command.out, COUNTED_FILE), console)
     else:
         _calibrated(command, name, console)
-
-
-def _own_profile(command: Calibrate, name: str) -> Profile:
-    """Return the profile that a calibration has written; raises InputError if there is none."""
-    if command.out:
-        return _profile(command.out, "--out")
-    if command.name is None and name not in profile_names():
-        cluster = "" if command.cluster == "host" else f" --cluster {command.cluster}"
-        raise InputError(
-            f"there is no profile {name!r} yet: longstep calibrate{cluster} makes one, or name one with --name or --out"
-        )
-    return _profile(name, "--name")
-
-
-def _profile(name: str, option: str) -> Profile:
-    """Return a profile; raises InputError that names the option where there is none."""
-    if name == DATASHEET:
-        raise InputError(f"{option} {name}: a datasheet has no points; name a profile: {', '.join(profile_names())}")
-    if name.endswith(".json") or "/" in name:
-        read_bytes("profile", name, option)
-    elif name not in profile_names():
-        raise unknown("profile", name, [*profile_names(), "FILE.json"], option)
-    return load_profile(name)
 
 
 def _calibrated(command: Calibrate, name: str, console: Console) -> None:
@@ -223,29 +166,6 @@ def _residuals(profile: Profile, console: Console) -> None:
         table.add_row(kernel, str(points), f"{100 * median:.1f} %", percent(worst))
     if table.row_count:
         console.print(table)
-
-
-def _check(profile: Profile, console: Console) -> None:
-    """Repeat some points of a profile, and print how they compare."""
-    from calibrate.measure.residuals import repeat
-    from runtime.processes.launch import Session
-
-    spec = measured_cluster(profile)
-    require_machine(spec, 1)
-    title = f"profile {profile.name!r} of {profile.created}, repeated"
-    table = Table("kernel", "shape", "then", "now", "drift", title=title, title_justify="left")
-    with Session(1, device=spec.gpu.kind, attention=profile.machine.software.get("attention", "")) as session:
-        repeated = repeat(profile, session, most=8, budget_s=0.3)
-    if not repeated:
-        raise InputError(f"profile {profile.name!r} has no point that can be repeated; run longstep calibrate")
-    for point, now_s in repeated:
-        shape = "x".join(map(str, point.shape))
-        drift = percent(now_s / point.median_s - 1)
-        table.add_row(f"{point.kernel} {point.variant}", shape, seconds(point.median_s), seconds(now_s), drift)
-    console.print(table)
-    drifts = [one.drift for one in repeated]
-    spread = f"from {percent(min(drifts))} to {percent(max(drifts))}"
-    console.print(f"drift: median {percent(statistics.median(drifts))}, {spread}")
 
 
 def _measure(

@@ -74,6 +74,8 @@ _VERBS = {
     "import": _Verb("import_file", "Import", "import_file"),
     "machine": _Verb("machine", "MachineFile", "machine_file"),
     "calibrate": _Verb("calibrate", "Calibrate", "calibrate"),
+    "recheck": _Verb("recheck", "Recheck", "recheck"),
+    "count": _Verb("count", "Count", "count"),
 }
 _ABOUT = "Predict, execute and compare schedules of long-context training. longstep --version says which one this is."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -102,7 +104,7 @@ def _as_started(arguments: list[str] | None) -> None:
 
         under_torchrun(functools.partial(command, arguments))
     elif os.environ["RANK"] == "0":
-        if verb in {"calibrate", "lab"}:
+        if verb in {"calibrate", "recheck", "lab"}:
             raise InputError(f"{verb} runs without torchrun: it starts the processes that it needs, on this host")
         command(arguments)
 

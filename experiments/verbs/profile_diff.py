@@ -1,4 +1,4 @@
-"""What ``longstep calibrate --against`` prints: what one profile predicts of another's points, kernel by kernel."""
+"""What ``longstep recheck --against`` prints: what one profile predicts of another's points, kernel by kernel."""
 
 from __future__ import annotations
 

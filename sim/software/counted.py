@@ -1,4 +1,4 @@
-"""What modules of real software run, as ``longstep calibrate --software`` counts it: kernels with their bytes and
+"""What modules of real software run, as ``longstep count`` counts it: kernels with their bytes and
 launches, what backward keeps, and the peak of what is allocated. One TOML file a piece of software, in ``counted``.
 """
 
@@ -17,7 +17,7 @@ from sim.base.presets import Name, load_toml, preset_names
 from sim.schedule.derive.kernels import SCATTERED
 
 FOLDER = "sim/software/counted"
-MARK = "# What software runs, as longstep calibrate --software counts it."
+MARK = "# What software runs, as longstep count counts it."
 """The first line of every table."""
 
 DIMENSIONS = (

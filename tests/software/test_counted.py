@@ -21,7 +21,7 @@ HEAD = f'{MARK}\nsoftware = "s"\ncommand = "c"\ncreated = "2026-11-26"\n[version
 def test_tables_that_ship_say_what_they_are(name: str) -> None:
     table = load_counted(name)
     assert (ROOT / "sim" / "software" / "counted" / f"{name}.toml").read_text().startswith(MARK)
-    assert table.command == f"longstep calibrate --software {name}"
+    assert table.command == f"longstep count {name}"
     for part in table.parts.values():
         passes = [part.step] if part.step.kernels else [part.forward, part.backward]
         assert sum(amount(of.traffic, SIZES) for of in passes) > 0 or part.forward.products

@@ -373,7 +373,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in sorted(OF_TRANSFORMERS):
         with pytest.raises(InputError, match="transformers is not installed"):
             counted(name)
-    with pytest.raises(InputError, match="unknown software 'torch'.*torch-losses.*set it with --software"):
+    with pytest.raises(InputError, match="unknown software 'torch'.*torch-losses.*set it with NAME of longstep count"):
         counted("torch")
 
 

@@ -1,4 +1,4 @@
-"""``longstep calibrate --against``: what it prints of two profiles."""
+"""``longstep recheck --against``: what it prints of two profiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows(text: str) -> list[str]:
 
 def test_two_that_ship(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.verbs.cli._WIDTH", WIDE)
-    main(["calibrate", "--name", "a100-sxm", "--against", "h100-sxm"])
+    main(["recheck", "a100-sxm", "--against", "h100-sxm"])
     out = capsys.readouterr().out
     printed = " ".join(out.replace("│", " ").split())
     assert "different machines: the efficiencies of 'h100-sxm' are taken on 'A100-SXM-80GB'" in printed
@@ -53,13 +53,13 @@ def test_files(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("experiments.verbs.cli._WIDTH", WIDE)
     path = tmp_path / "measured.json"
     save_profile(load_profile("h800-ultraattn"), path)
-    main(["calibrate", "--out", str(path), "--against", str(path)])
+    main(["recheck", str(path), "--against", str(path)])
     assert any(re.fullmatch(SAME, row) for row in rows(capsys.readouterr().out))
 
 
 def test_kernels_and_shapes_stand_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     """Broken, where they are wider than their columns, but not cut."""
-    main(["calibrate", "--name", "h100-sxm", "--against", "h100-sxm"])
+    main(["recheck", "h100-sxm", "--against", "h100-sxm"])
     printed = capsys.readouterr().out
     assert "…" not in printed
     firsts = "".join(line.split("│")[1].strip() for line in printed.splitlines() if line.startswith("│"))

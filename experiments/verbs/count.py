@@ -1,20 +1,37 @@
-"""What ``longstep calibrate --software`` prints: kernels, bytes and what is kept, part by part."""
+"""``longstep count``: counts what modules of real software run: kernels, bytes and what is kept, part by part."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Annotated
+
+import tyro
 from rich.console import Console
 from rich.table import Table
 
-from sim.base.files import Output, require_outputs
-from sim.software.counted import Counted, Formula, names
+from experiments.verbs.shared.kinds import OptionalText
+from experiments.verbs.shared.writes import Writes
+from sim.base.files import require_outputs
+from sim.software.counted import COUNTED_FILE, Counted, Formula, names
 
 
-def count_software(name: str, output: Output | None, console: Console) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Count(Writes):
+    """Count the kernels that the modules of a piece of software run, their bytes, and what backward keeps."""
+
+    name: Annotated[str, tyro.conf.Positional] = ""
+    """NAME of the software, such as transformers-llama."""
+    out: OptionalText = None
+    """Write the table to this FILE.toml."""
+
+
+def count(command: Count, console: Console) -> None:
     """Count what a piece of software runs, print it, and write its table where asked."""
     from calibrate.software.tables import counted, encoded
 
+    output = command.output(command.out, COUNTED_FILE)
     require_outputs([output])
-    table = counted(name)
+    table = counted(command.name)
     where = "--out FILE.toml writes it"
     if output:
         output.write(encoded(table))
