@@ -3,7 +3,7 @@
     python -m calibrate.eager > host.csv
 
 Tensors of a few elements on the CPU, and torch's fake process group, which communicates nothing: what is left is the
-host's work, the same as in front of a GPU. Time of the thread on its core, so that other processes are not in it.
+host's work, the same as in front of a GPU. It is CPU time of the thread, which leaves out other processes.
 """
 
 from __future__ import annotations

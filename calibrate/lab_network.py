@@ -1,4 +1,4 @@
-"""From a cluster to the network that a lab builds of it: what the simulator's graph joins is joined, at its rates."""
+"""From a cluster to the network that a lab builds: it has the links of the simulator's graph, at their rates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention of kernels that no profile of a GPU has: profiles of nothing else, which ``software.attention`` chooses.
+"""Profiles of attention alone, by kernels that no profile of a GPU has: ``software.attention`` chooses one.
 
-What no table states of a GPU comes from a kernel that was timed on it: that one's points, times the ratio of the two
-kernels at the same shape on another GPU. Where ratios at several shapes differ, intervals are as much wider.
+Where no table has a kernel on a GPU, another kernel that was timed there stands in: its points, times the ratio of the
+two kernels at the same shape on another GPU. Where ratios at several shapes differ, intervals are as much wider.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A size that was measured is kept as measured. Smaller ones, and other numbers of nodes, follow what NCCL itself takes
 for the latency and bandwidth of its algorithms, with the ramps that the source of these has fitted to nccl-tests. Of
 all-to-alls that source has the latencies and a ramp on 8 ranks a node; the rate is the measured one. Over the five
-octaves below the least measured size the model goes over into what was measured.
+octaves below the smallest measured size the model is blended into the measurement.
 """
 
 from __future__ import annotations

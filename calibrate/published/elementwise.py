@@ -1,7 +1,7 @@
-"""What keeps elementwise kernels of eager modules from the memory's rate, from times of whole modules.
+"""How far elementwise kernels of eager modules stay below the memory's rate, from times of whole modules.
 
-Their bytes are counted (``sim/software/counted``). All but those that read one element at a time are taken to reach the
-rate of other kernels; what is left of a module's time is theirs.
+Their bytes are counted (``sim/software/counted``). Those that read several elements at a time are taken to reach the
+rate of other kernels. The rest of a module's time is that of kernels that read one element at a time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Points of the kernels around attention that memory bounds: norms, rotary embedding, SwiGLU, residual sums.
 
-Fused ones of vLLM, as Vidur has timed them on the layers of Llama-2-70B, which have the shapes of Llama-3-70B; and of
-Liger, with a backward pass. Where both have timed a kernel, points lie at the geometric mean of their rates. Or the
-eager ones of Hugging Face's models, which Liger holds its own against.
+Fused ones are vLLM's, as Vidur has timed them on the layers of Llama-2-70B, which have the shapes of Llama-3-70B, and
+Liger's, with a backward pass. Where both are timed, points lie at the geometric mean of their rates. Eager ones are
+those of Hugging Face's models, as Liger's benchmarks have them beside its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What predictions rest on, in sentences, and how files of them came about."""
+"""Sentences on what predictions rest on, and the command line that made a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that predict cases beside each other."""
+"""Worker processes that predict cases in parallel."""
 
 from __future__ import annotations
 

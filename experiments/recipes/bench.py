@@ -1,4 +1,4 @@
-"""What simulating costs, from nothing and once more: ``make bench`` prints CPU time, the least of interleaved runs.
+"""What simulating costs, the first time and again: ``make bench`` prints the least CPU time of interleaved runs.
 
 Nothing here is asserted: machines differ and are noisy. So beside each time stands what the reference engine takes in
 the same run. The targets are those that Longstep was designed for, on one core of a small virtual machine.

@@ -1,8 +1,8 @@
-"""What Longstep needs beside torch, for a machine without a network: a folder that is filled where there is one.
+"""Packs what Longstep needs beside torch into a folder, for a machine without a network.
 
     make carry CARRY="--python 3.12"     build/carry/3.12, for that Python on Linux
 
-The recipes take it where packages are missing. This file runs before any of them is there: the standard library alone.
+Recipes import from there what is not installed. This file runs before they can, so it needs the standard library only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The doctor held against executed runs: clean ones, and ones with a fault planted, on two processes of this machine.
 
-Every run is executed over gloo; its trace and the memory of its buffers are all that the doctor is given, beside the
-configuration that was meant. ``python -m experiments.recipes doctor`` on a machine with nothing else to do.
+Every run is executed over gloo. The doctor is given its trace, the memory of its buffers, and the configuration that
+was meant, nothing else. Run ``python -m experiments.recipes doctor`` on a machine with nothing else to do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What predictions of many sizes take, each in a process of its own, held against what is told before they are built.
+"""What predictions of many sizes take, each in a process of its own, beside the estimates of ``sim.setup.effort``.
 
-Rates of ``sim.setup.effort`` are of this table, run on an AMD EPYC on one core.
+The rates that it estimates by come from this table, measured on one core of an AMD EPYC.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command ``longstep``, and ``python -m experiments.verbs``.
 
-Importing the verbs takes most of a second, in which there is nothing yet that an interrupt would have to tidy up.
+Importing the verbs takes most of a second. An interrupt ends the process at once then: there is nothing to tidy up.
 """
 
 from __future__ import annotations

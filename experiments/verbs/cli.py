@@ -1,8 +1,8 @@
 """The command ``longstep`` and its verbs.
 
 Errors go to stderr in one line, with exit code 2. The verbs that execute import torch (``runtime``, ``calibrate``) when
-they are run: simulating works without. Of the processes that torchrun starts, rank 0's runs the command; the others
-serve it if its verb is one that executes over them, and end at once if not.
+they are run: simulating works without. Of the processes that torchrun starts, rank 0 runs the command. The others work
+for it where the verb executes over them (``_OVER_WORKERS``); else they end at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``longstep roofline``: what a machine balances, and where the kernels of a layer are against it."""
+"""``longstep roofline``: the machine balance of a cluster, and where the kernels of a layer lie on its roofline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""``longstep run``: execute a schedule on this machine, or where torchrun has put workers, and see that it computes the
-right thing.
-"""
+"""``longstep run``: execute a schedule on this machine or on torchrun's workers; --verify: beside the reference."""
 
 from __future__ import annotations
 

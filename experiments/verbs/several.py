@@ -1,4 +1,4 @@
-"""Several steps beside each other: a row each of what options list, in a table and as JSON."""
+"""Several steps side by side: a row for each combination of listed options, in a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``longstep sweep``: predict all combinations of some values, a row each, into a file that goes on where it stood."""
+"""``longstep sweep``: predict all combinations of some values, a row each, into a file; the same command resumes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """``longstep validate``: holds predictions against executed steps over a sweep of lengths, ranks and schedules.
 
-It uses the host's profile, and calibrates first if there is none. Nothing is asserted: machines differ and are noisy. A
-repeat before or after which kernels were off their calibration stands in brackets: the machine was not the one that was
-simulated.
+It uses the host's profile, and calibrates first if there is none. Nothing is asserted: machines differ and are noisy.
+Kernels are timed before and after each repeat. Where they are off their calibration, the machine is not the one that is
+simulated, and the repeat stands in brackets.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What all rooms stand on, and what knows none: errors, files, presets, how figures are written, processes."""
+"""The base of all rooms, which imports none of them: errors, files, presets, how figures are written, processes."""

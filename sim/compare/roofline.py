@@ -1,4 +1,4 @@
-"""Where kernels are on the roofline of their GPU: FLOPs a byte against what the machine balances (Williams, Waterman
+"""Where kernels are on the roofline of their GPU: FLOPs a byte against the machine balance (Williams, Waterman
 and Patterson, doi:10.1145/1498765.1498785).
 """
 

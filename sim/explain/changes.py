@@ -1,6 +1,6 @@
-"""Single changes of a run in the words of its framework: keys of its files at other values of the same tables.
+"""Single changes of a run in the words of its framework: other values of the keys of its files.
 
-What a change means is read as the file itself is, so that there is one table for both directions.
+A change is read as the file itself is, so that one table serves both directions.
 """
 
 from __future__ import annotations

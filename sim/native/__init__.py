@@ -1,1 +1,1 @@
-"""C that plays what Python describes: compiled at first use, and never needed."""
+"""The native player, in C: compiled at first use. SimPy plays the same where it cannot be compiled."""

@@ -1,7 +1,7 @@
-"""What more memory would buy: nothing where the fastest way of keeping, copying and computing again fits, else time.
+"""What more memory would buy: time, unless the fastest way to keep, offload and recompute tensors fits already.
 
-A step takes no less time because a memory is larger, but other ways of it fit. Over all ways of one schedule the least
-time that fits falls with the capacity, by steps; the price is that of the next bytes that win most for each of them.
+A larger memory makes no step faster, but lets faster ways of it fit. So the least time that fits falls with the
+capacity, in jumps. The price is that of the jump that saves most time for each byte that it takes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The global batch that plans keep: what is asked for, or what they assume and say.
 
-Replicas that each bring a sequence of their own make a step larger, and more so the fewer GPUs a replica has: nobody
-asked for that. So a plan compares configurations by their time for the same sequences: with fewer replicas each trains
-more of them, one after the other. Where nobody says how many, they are about 512K tokens, and at least one sequence
-(``global_batch.USUAL_TOKENS``): for long contexts the step that all other questions are about, and for short ones
-enough for replicas. Where the longest context is looked for it is one sequence.
+Where each replica has a sequence of its own, configurations with more replicas train more tokens a step, and their
+steps cannot be compared. So a plan compares configurations by their time for the same sequences: with fewer replicas
+each trains more of them, one after the other. Where nobody says how many, they are about 512K tokens, and at least one
+sequence (``global_batch.USUAL_TOKENS``): for long contexts the step that all other questions are about, and for short
+ones enough for replicas. Where the longest context is looked for it is one sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What to look at, by name."""
+"""``Setup``: what to predict, every field by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step takes where nobody has named the software that trains: up to what the slowest that is used takes."""
+"""Intervals where nobody has named the software that trains: they reach up to the step of the slowest in use."""
 
 from __future__ import annotations
 

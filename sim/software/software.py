@@ -1,6 +1,6 @@
 """What software computes a step with: a description, as a model and a cluster are. What ships lies in ``presets``.
 
-A field of the kernels that says nothing leaves what the profile has, which are fused kernels.
+A kernel of which it says nothing is the profile's, which is a fused one.
 """
 
 from __future__ import annotations

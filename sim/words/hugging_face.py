@@ -1,8 +1,8 @@
 """A model as a ``config.json`` of Hugging Face describes it: dense layers that can be simulated, anything else is
 refused by the key that says so.
 
-Every key of a file is in one of the tables below, or is refused: it may change what a layer is. Who knows that it does
-not says so, and predictions name it in their evidence.
+Every key of a file is in one of the tables below, or is refused, since it may change what a layer is. Who knows that it
+does not sets ``model.ignore=KEY``, and predictions name it in their evidence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Amounts as formulas: one size, whose dimensions have a prime of their own each, says what they are proportional to.
+"""Amounts as formulas: at one size each dimension has a prime of its own, whose power in an amount is its exponent.
 
 Two further sizes have to agree, so that a formula is exact or there is none.
 """

@@ -1,6 +1,6 @@
 """The tiles of DeepSpeed 0.19.8, ``runtime/sequence_parallel/ulysses_sp.py``, as Arctic Training 0.8.0 calls them.
 
-A tile has so many tokens (``chunk``). It comes after others, whose gradients of weights are there to be added to.
+A tile has ``chunk`` tokens. It is not the first one: gradients of weights are there, and it adds to them.
 """
 
 from __future__ import annotations

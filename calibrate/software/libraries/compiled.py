@@ -2,7 +2,7 @@
 
 AOTAutograd traces both passes and decides what is kept and what is made again, on any device. Inductor's kernels for a
 GPU cannot be made without one; by its rule, element-wise ops and sums along rows between two products are one kernel,
-and a sum over tokens is one that makes again what it sums.
+and a sum over tokens is another one, which recomputes what it sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a prediction differs from what was executed: which op kinds carry the error, the machine's drift, the order."""
+"""Why a prediction differs from what was executed: op kinds that carry the error, drift of the machine, order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executing a schedule on this machine, or where torchrun has put workers, and which of its steps count."""
+"""Executes a schedule on this machine or on torchrun's workers, and says which of its steps count."""
 
 from __future__ import annotations
 

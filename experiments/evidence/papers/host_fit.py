@@ -1,4 +1,4 @@
-"""The two figures of a host from two cases that are named for it, and are evidence no more."""
+"""Fits two figures of a host to the two cases that a case file names for it; these are no evidence then."""
 
 from __future__ import annotations
 

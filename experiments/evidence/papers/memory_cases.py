@@ -1,6 +1,6 @@
-"""Memory that others measured, held against the walk: whether a step ran, what it held, and how long it could be.
+"""Memory that others measured, beside the memory walk: whether a step ran, what it held, and the longest context.
 
-A case file has these beside its times, in groups of their own: a step needs no play to be judged by its memory.
+A case file has such cases in groups of their own. Steps are not simulated for them: the walk needs no times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interactive charts as data that plotly.js draws: each with its figures as a table, for who does not see it.
+"""Interactive charts as data that plotly.js draws: each with a table of its figures for who cannot see it.
 
 Colours are numbers of ``plots.HUES``, which the page resolves for light and for dark. What hovering says is written
 here, in the units that tables have. Texts of charts are plain: plotly.js would read some as HTML.

@@ -1,5 +1,5 @@
-"""Charts that stand still: what plotly.js draws of a ``Chart`` as a plot, for where no script runs. What hovering says
-is in it, too.
+"""Static charts: plots of a ``Chart`` for where no script runs, as in notebooks. What plotly.js shows on hovering is in
+them, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of results as tables that sort: what a column holds is told by the end of its name, as everywhere here."""
+"""Rows of results as sortable tables: the suffix of a column's name, such as ``_s`` or ``_bytes``, tells its unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts of drawings: how much room they take, and how they get along with less."""
+"""Texts of drawings: how much room they take, and how they are shortened to fit into less."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A map: who of some questions is fastest at each place of two axes, cell by cell, coarse to fine.
+"""A map of two axes: which of several questions is fastest in each cell, coarse cells first.
 
 Cells are weighed as ``plan`` weighs steps: a few layers are played, without noise, and one rank's memory is walked.
 """

@@ -1,6 +1,6 @@
 """What is dropped on a page: a model, a cluster, lengths of documents, or what a framework was configured with.
 
-What it is is told by its content. Files are data: nothing in them is run, and no file that they name is opened.
+Its content tells which of these it is. Files are data: nothing in them is run, and no file that they name is opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What may be chosen beside a question, and why the rest may not: each choice is tried as far as its builder."""
+"""What a question may change to, and why the rest may not: each choice is tried up to its builder, none is played."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays questions: a step at once, its figures, then what takes more plays; and what it rests on.
+"""Answers a question in parts: the step and its figures at once, then what takes more simulations and what it rests on.
 
 The numbers are those of ``longstep.predict``, to the digit. Two things are left out that cost most of its time and
 change none of them: the proof of schedules that ship, which tests prove, and the hash of the schedule.

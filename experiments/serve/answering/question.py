@@ -1,4 +1,4 @@
-"""What a page asks: the fields of the command line as data, without paths, with bounds; and the setup that they are.
+"""What a page asks: the fields of the command line as data, without paths, with bounds; and the setup that they make.
 
 A question comes from an address or a form, so nothing of it opens a file or names code. What was dropped on the page
 comes with its content. Names are looked up among those that ship.

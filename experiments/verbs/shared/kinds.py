@@ -1,6 +1,6 @@
-"""Types of options in the spelling whose defaults tyro checks by itself.
+"""Types of options, spelled so that tyro checks their defaults by itself.
 
-Of ``int | None`` and ``tuple[str, ...]`` it asks typeguard, which takes longer to import than tyro.
+For ``int | None`` and ``tuple[str, ...]`` it calls typeguard, which takes longer to import than tyro does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Steps of few layers and few micro-batches, by which those of many are told: what each further one adds is the same.
 
 A step of many layers, or of many stages with many each, takes what one of few does, and for each further layer what the
-last of these adds; so it is for micro-batches, and for bytes. What is added is of layers in every chunk of a pipeline
-at once, so that stages stay as unlike as they are.
+last of these adds; so it is for micro-batches, and for bytes. Layers are added to all chunks of a pipeline at once, so
+that differences between its stages stay.
 """
 
 from __future__ import annotations

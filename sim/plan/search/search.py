@@ -2,11 +2,11 @@
 
     families ── options, one after the other ── configurations ── simulation ── memory of all ranks
 
-A branch, a schedule with its degrees and its first options, is as slow at least as the configuration in it that
-recomputes and copies least, and holds as much at least as the one that holds least (``bounds``, from one rank's
-program). A usual configuration that fits is simulated first (``usual``), and its family is searched before others.
-What is looked at next is only a guess: the bound, and what links add where nothing hides them, or added in
-the same family. The search ends where no bound is below the last of the best, or with its time.
+A branch is a schedule with its degrees and its first options. None of its configurations is faster than the one that
+recomputes and copies least, and none holds less than the one that holds least (``bounds``, from one rank's program). A
+usual configuration that fits is simulated first (``usual``), and its family is searched before others. What is looked
+at next is only a guess: the bound, and what links add where nothing hides them, or what they added in the same family.
+The search ends where no bound is below the last of the best, or with its time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Charts in notebooks. The pages draw them, which lie above this room: ``import longstep`` brings both together, and
-without it figures stand in tables alone.
+"""Charts in notebooks. Pages draw them, and no room may import those above it: so ``import longstep`` hands over what
+draws. Without it figures stand in tables alone.
 """
 
 from __future__ import annotations

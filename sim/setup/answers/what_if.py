@@ -1,4 +1,4 @@
-"""What machines that differ in some figures make of one step, in a sentence."""
+"""One step on machines that differ in some figures, in a sentence."""
 
 from __future__ import annotations
 

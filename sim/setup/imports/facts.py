@@ -1,4 +1,4 @@
-"""What files say, in words that frameworks share, and what of it is not sayable."""
+"""What files say, in words that frameworks share, and what of it no setup can say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keys of frameworks mean here: a TOML file each, and which of them a file is of."""
+"""What keys of frameworks mean here, a TOML file for each framework, and which framework a file is of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model files say: a preset by its name or by its sizes, or another one with these."""
+"""Which model a file means: a preset, by name or by sizes, or a model of its own with these sizes."""
 
 from __future__ import annotations
 

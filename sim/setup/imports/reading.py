@@ -1,4 +1,4 @@
-"""A configuration file to its keys: TOML, JSON, YAML, or text with flags.
+"""Reads a configuration file into keys: TOML, JSON, YAML, or text with flags.
 
 What a file holds is data. No YAML tag makes an object, no shell line and no Python line is run, and no file that a file
 names is opened.
