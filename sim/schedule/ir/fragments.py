@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -83,6 +83,18 @@ class Fragment:
     def peers(self) -> tuple[int, ...]:
         """The ranks that its messages come from and go to, one after the other."""
         return tuple([some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)])
+
+    @cached_property
+    def communicators(self) -> tuple[str, ...]:
+        """Over which its ops communicate, each once."""
+        some = (self.ops[at] for at in self.shared.communication)
+        return tuple(dict.fromkeys(op.communicator for op in some if isinstance(op, Communication)))
+
+    def as_of(self, rank: int) -> Hashable:
+        """Return what it does, with peers counted from a rank: the same where others do the same."""
+        turned = tuple([op.tokens for op in self.ops if isinstance(op, Rope)])
+        peer = self.peers[0] - rank if self.peers else None
+        return self.shared, peer, turned, self.inputs, self.outputs
 
     def later(self, other: Fragment) -> int:
         """Return by how much later the first peer of another rank's fragment is than that of this one."""
