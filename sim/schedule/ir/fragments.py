@@ -208,6 +208,17 @@ class Fragment:
             return self
         return dataclasses.replace(self, ops=ops, inputs=inputs, outputs=outputs, alike=None, peers_later=0)
 
+    def numbered(self, place: Sequence[int], known: dict[Fragment, Fragment]) -> Fragment:
+        """Return it with other numbers of peers, ``place[old]``; what has been numbered is kept in ``known``."""
+        if not self.peers:
+            return self
+        if self not in known:
+            alike = self.alike and self.alike.numbered(place, known)
+            ops = tuple([_numbered(op, place) if isinstance(op, Exchange) else op for op in self.ops])
+            found = dataclasses.replace(self, ops=ops, alike=alike)
+            known[self] = dataclasses.replace(found, peers_later=alike.later(found)) if alike else found
+        return known[self]
+
     @cached_property
     def _names_places(self) -> bool:
         """Whether an op names a peer, or positions."""
@@ -231,6 +242,12 @@ def _differ_in_places(one: Op, other: Op, later: int) -> bool:
     if isinstance(one, Exchange) and isinstance(other, Exchange):
         return _moved(one, later) == other
     return False
+
+
+def _numbered(op: Exchange, place: Sequence[int]) -> Exchange:
+    """Return an Exchange with other numbers of peers."""
+    sends, recvs = (tuple([Message(place[peer], view) for peer, view in some]) for some in (op.sends, op.recvs))
+    return msgspec.structs.replace(op, sends=sends, recvs=recvs)
 
 
 def _moved(op: Exchange, ranks: int) -> Exchange:

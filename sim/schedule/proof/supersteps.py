@@ -74,7 +74,7 @@ class _Kind:
             rank: Program.of_fragment(one, rank, layer)
             for rank, one, layer in zip(self.ranks, self.fragments, layers, strict=True)
         }
-        return Schedule(header, lambda rank: found.get(rank) or _idle(rank), whole=self._schedule.whole)
+        return self._schedule.like(header, lambda rank: found.get(rank) or _idle(rank))
 
 
 def _idle(rank: int) -> Program:
@@ -159,7 +159,8 @@ class Supersteps:
 
     def _groups(self, communicator: str, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the groups of some ranks, counted from the first one, each behind the size of the whole one."""
-        groups = dict.fromkeys(self._schedule.communicator(communicator).group_of(rank) for rank in ranks)
+        some = set(ranks)
+        groups = [group for group in self._schedule.communicator(communicator).groups if not some.isdisjoint(group)]
         whole = [len(whole_group(self._schedule, communicator, group)) for group in groups]
         return tuple([(size, *(rank - ranks[0] for rank in group)) for size, group in zip(whole, groups, strict=True)])
 
