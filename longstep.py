@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sim.explain.explain import explain
     from sim.explain.screen import Explanation
     from sim.plan.answer import Answer
+    from sim.plan.extended import Extended, extended
     from sim.plan.fit import fit, ladder, what_helps
     from sim.plan.memory_price import memory_prices
     from sim.plan.neighbours import neighbours
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
     from sim.setup.setup import Setup
 
 __all__ = [
-    "Answer", "Comparison", "Diagnosis", "Explanation", "Imported", "InputError", "LongstepError", "Measured",
-    "OwnSchedule", "Prediction", "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare", "crossover",
-    "doctor", "execute", "explain", "explore", "fabric", "fewest_gpus", "fit", "imported", "ladder",
-    "longest_context", "machine_balance", "memory_prices", "mesh", "model", "names", "neighbours", "plan", "predict",
-    "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "winners", "workload",
+    "Answer", "Comparison", "Diagnosis", "Explanation", "Extended", "Imported", "InputError", "LongstepError",
+    "Measured", "OwnSchedule", "Prediction", "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare",
+    "crossover", "doctor", "execute", "explain", "explore", "extended", "fabric", "fewest_gpus", "fit", "imported",
+    "ladder", "longest_context", "machine_balance", "memory_prices", "mesh", "model", "names", "neighbours", "plan",
+    "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.executed.comparison": ("Comparison", "compare"),
@@ -64,6 +65,7 @@ _HOMES = {
     "sim.explain.screen": ("Explanation",),
     "sim.compare.explore": ("explore",),
     "sim.setup.fabric": ("fabric",),
+    "sim.plan.extended": ("Extended", "extended"),
     "sim.plan.fit": ("fit", "ladder", "what_helps"),
     "sim.setup.imports.imported": ("Imported", "imported"),
     "sim.diagnose.measured": ("Measured",),

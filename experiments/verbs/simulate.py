@@ -25,6 +25,7 @@ from experiments.verbs.shared.terminal import (
     progress,
     report_table,
     sweep_table,
+    tell,
     tell_assumed,
     tell_basis,
     tell_padded,
@@ -32,7 +33,7 @@ from experiments.verbs.shared.terminal import (
 )
 from experiments.verbs.shared.writes import Writes
 from sim.accounts.trace import CHROME_TRACE
-from sim.base.errors import InputError
+from sim.base.errors import InputError, TooLargeError
 from sim.base.files import require_outputs
 from sim.setup.answers.answer import grounds
 from sim.setup.prediction import write_trace
@@ -61,6 +62,9 @@ class Simulate(Writes):
     """Print instead what fills the memory of a training step; as JSON the same."""
     neighbours: bool = False
     """Print instead what one change of a degree or an option makes of the step; as JSON the same."""
+    extend: bool = False
+    """Play few layers and micro-batches of a training step, each further one of which adds what the last of these does:
+    for steps that are too large to play whole. As JSON the same."""
     vary: Texts = ()
     """KEY=VALUE,VALUE of the cluster, as often as wanted: the step under all combinations, such as
     cluster.nvlink.bytes_per_s=/2,*1,*2."""
@@ -86,10 +90,13 @@ def simulate(command: Simulate, console: Console) -> None:
     if command.neighbours:
         _neighbours(setup, command, console)
         return
+    if command.extend:
+        _extended(setup, command, console)
+        return
     if command.vary:
         _varied(setup, command, console)
         return
-    predicted = setup.predicted()
+    predicted = _whole(setup)
     if trace:
         write_trace(trace, predicted.played, [predicted.trace])
     if command.memory:
@@ -113,6 +120,31 @@ def simulate(command: Simulate, console: Console) -> None:
     tell_basis([predicted], console, everything=command.evidence)
 
 
+def _whole(setup: longstep.Setup) -> longstep.Prediction:
+    """Return the prediction of a step that is played whole."""
+    try:
+        return setup.predicted()
+    except TooLargeError as error:
+        if setup.scope != "step" or setup.one_device:
+            raise
+        raise TooLargeError(f"{error}, or `extend` what few layers and micro-batches take") from None
+
+
+def _extended(setup: longstep.Setup, command: Simulate, console: Console) -> None:
+    """Print what a step takes by few of its layers and micro-batches."""
+    if command.trace or command.sensitivity or command.vary or command.memory:
+        raise InputError("`extend` plays no step whole: leave out `trace`, `sensitivity`, `memory`, `vary`")
+    found = longstep.extended(setup)
+    if command.json:
+        print_json({"assumed": setup.assumed} | found.to_dict(), console)
+        return
+    console.print(found.answer, markup=False)
+    saves = [f"{name} {100 * share:.2g} %" for name, share in found.saves.items()]
+    console.print(f"bound by {found.bound_by}; doubling saves {', '.join(saves)}", markup=False)
+    console.print(found.played, markup=False)
+    tell([found.grounds], console, everything=command.evidence)
+
+
 def _require_several(lists: list[str], command: Simulate) -> None:
     """Raise InputError for what is asked of one step, where there are several."""
     fields = " ".join(f"all but one `{field}`" for field in lists)
@@ -126,6 +158,8 @@ def _require_several(lists: list[str], command: Simulate) -> None:
         raise InputError(f"`vary` is of one step: leave it out, or {fields}; longstep sweep varies several")
     if command.neighbours:
         raise InputError(f"`neighbours` are of one step: leave them out, or {fields}")
+    if command.extend:
+        raise InputError(f"`extend` is of one step: leave it out, or {fields}")
     if command.trace:
         raise InputError(f"`trace` is of one step: leave it out, or {fields}")
 

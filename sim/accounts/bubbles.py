@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
@@ -23,8 +25,10 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """Of its rank that needs most."""
 
 
-def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header) -> tuple[Stage, ...]:
-    """Return the stages of a pipeline, by the walks of the ranks of a trace; none where there is one."""
+def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header, counts: Sequence[int]) -> tuple[Stage, ...]:
+    """Return the stages of a pipeline, by the walks of the ranks of a trace, each of which stands for so many; none
+    where there is one. The header is that of all ranks.
+    """
     mesh = header.mesh
     if mesh.pp == 1:
         return ()
@@ -33,11 +37,16 @@ def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header) -> tuple[S
         ranks[mesh.place(number)["pp"]].append(at)
     return tuple(
         Stage(
-            bubbles=float(np.mean(waits[own])) / trace.step_time_s if trace.step_time_s else 0.0,
+            bubbles=_mean(waits[own], [counts[rank] for rank in own]) / trace.step_time_s if trace.step_time_s else 0.0,
             peak_hbm_bytes=max(walked[rank].peak_bytes for rank in own),
         )
         for own in ranks
     )
+
+
+def _mean(values: Times, counts: Sequence[int]) -> float:
+    """Return the mean of values that are there so often, the same however they are ordered."""
+    return math.fsum(np.repeat(values, counts).tolist()) / sum(counts)
 
 
 def bubbles_s(trace: Trace, header: Header) -> Times:

@@ -19,8 +19,8 @@ from sim.base.garbage import garbage_collection_off
 from sim.explain.changes import Change
 from sim.plan.fit import lengths_tried
 from sim.plan.search.bounds import least_room
-from sim.plan.search.branches import step_of
 from sim.plan.search.few import Few, at_most, of_turns, turns_of
+from sim.plan.search.steps import step_of
 from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
 

@@ -17,8 +17,9 @@ import msgspec
 
 from sim.base.errors import InputError
 from sim.engine.results.room import Limit
-from sim.plan.search.branches import least_limits, least_of, room_of_step, step_of
+from sim.plan.search.branches import least_limits, least_of
 from sim.plan.search.space import OPTIONS, Branch, Family
+from sim.plan.search.steps import room_of_step, step_of
 from sim.plan.search.tensors import DECIDED, grid_of, require_tensors
 from sim.setup import names
 from sim.setup.answers.table import Table

@@ -154,7 +154,7 @@ class Likeness(NamedTuple):
     """Which ranks stand for others."""
 
     replicated: bool
-    """Whether one data-parallel replica is built for all, and where no axis is outside proved and played for all."""
+    """Whether one data-parallel replica is built, proved and played for all."""
     shards_alike: bool
     """Whether one is built, and there played, for all."""
     trading: bool
@@ -162,11 +162,9 @@ class Likeness(NamedTuple):
 
     def ranks(self, mesh: Mesh) -> tuple[int, int, int]:
         """Return how many programs differ in more than places, how many are proved, and how many are played."""
-        one, outermost = mesh.size // mesh.dp, mesh.replica_stride * mesh.dp == mesh.size
-        proved = one if self.replicated and outermost else mesh.size
-        played = one if (self.replicated or self.shards_alike) and outermost else mesh.size
+        one = mesh.size // mesh.dp
         roles = one if self.replicated or self.shards_alike else mesh.size
-        return roles // (mesh.ulysses if self.trading else 1), proved, played
+        return roles // (mesh.ulysses if self.trading else 1), one if self.replicated else mesh.size, roles
 
 
 class Growth(NamedTuple):

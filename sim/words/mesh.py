@@ -7,7 +7,7 @@ which share a part of a sequence · tp parts of weights
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -102,8 +102,14 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def first_replica(self) -> list[int]:
         """The ranks of the first replica."""
+        return self.of_replicas([0])
+
+    def of_replicas(self, replicas: Iterable[int]) -> list[int]:
+        """Return the ranks of some replicas: stage by stage, where stages are outside replicas, as these are given."""
         stride = self.replica_stride
-        return [rank for start in range(0, self.size, stride * self.dp) for rank in range(start, start + stride)]
+        starts = [replica * stride for replica in replicas]
+        outside = range(0, self.size, stride * self.dp)
+        return [first + start + role for first in outside for start in starts for role in range(stride)]
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all ranks in groups that differ in these axes only; each in the order of ranks, as the groups are."""

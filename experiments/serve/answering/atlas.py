@@ -17,7 +17,8 @@ from sim.base.errors import InputError
 from sim.compare.axes import axes_of, changed
 from sim.compare.winners import judged
 from sim.engine.results.sensitivity import bound
-from sim.plan.search.branches import least_limits, step_of
+from sim.plan.search.branches import least_limits
+from sim.plan.search.steps import step_of
 from sim.setup.answers.places import shown
 from sim.setup.names import ONE_REPLICA, tokens
 from sim.setup.setup import Setup

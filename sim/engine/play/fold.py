@@ -40,22 +40,19 @@ class Fold(NamedTuple):
     def ranks(self) -> list[int]:
         """The numbers, in the whole schedule, of the ranks that are played."""
         schedule = self.checked.schedule
-        ranks = schedule.header.mesh.replica_stride
         if not self.replicas:
             return list(range(schedule.num_ranks))
-        return [replica * ranks + role for replica in self.replicas for role in range(ranks)]
+        return schedule.whole.header.mesh.of_replicas(self.replicas)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many ranks each of those that are played is played for."""
+        mesh = self.checked.schedule.header.mesh
+        return [self.equals[mesh.replica(rank)] if self.equals else 1 for rank in range(mesh.size)]
 
     def of_all(self, of_ranks: Sequence[float]) -> list[float]:
         """Return values of the ranks that were played as often as there are ranks like them."""
-        if not self.replicas:
-            return list(of_ranks)
-        ranks = self.checked.schedule.header.mesh.replica_stride
-        return [
-            of_ranks[number * ranks + role]
-            for number, count in enumerate(self.equals)
-            for role in range(ranks)
-            for _ in range(count)
-        ]
+        return [value for value, count in zip(of_ranks, self.counts, strict=True) for _ in range(count)]
 
 
 def fold(checked: Checked, cluster: Cluster) -> Fold:
@@ -67,9 +64,8 @@ def fold(checked: Checked, cluster: Cluster) -> Fold:
         return Fold(checked, cluster, notes=(f"all {mesh.dp} replicas were played: those on a host share its cores",))
     if cluster.spec.fabric is not None or cluster.uneven:
         return Fold(checked, cluster, notes=(f"all {mesh.dp} replicas were played: they share links between nodes",))
-    ranks = mesh.replica_stride
-    replicas = math.lcm(ranks, per_node) // ranks
-    blocks = {} if mesh.dp % replicas else _classes(cluster, ranks * replicas, mesh.size)
+    replicas = math.lcm(mesh.replica_stride, per_node) // mesh.replica_stride
+    blocks = {} if mesh.dp % replicas else _classes(cluster, mesh, replicas)
     played = [block * replicas + number for block in blocks for number in range(replicas)]
     equals = tuple([count for count in blocks.values() for _ in range(replicas)])
     if len(played) in {0, mesh.dp}:
@@ -80,11 +76,11 @@ def fold(checked: Checked, cluster: Cluster) -> Fold:
 
 def _placed(cluster: Cluster, played: list[int], mesh: Mesh) -> Cluster:
     """Return a cluster on which the devices of some replicas come first."""
-    if played == list(range(len(played))):
+    some = set(played)
+    order = [*mesh.of_replicas(played), *mesh.of_replicas(one for one in range(mesh.dp) if one not in some)]
+    if order == list(range(mesh.size)):
         return cluster
-    some, ranks = set(played), mesh.replica_stride
-    order = [*played, *(replica for replica in range(mesh.dp) if replica not in some)]
-    return Cluster(cluster.spec, [cluster.devices[one * ranks + role].number for one in order for role in range(ranks)])
+    return Cluster(cluster.spec, [cluster.devices[rank].number for rank in order])
 
 
 def _note(replicas: int, played: list[int]) -> str:
@@ -95,15 +91,16 @@ def _note(replicas: int, played: list[int]) -> str:
     return f"{replicas} data-parallel replicas, of which {len(played)} were played (numbers {numbers}) for all"
 
 
-def _classes(cluster: Cluster, size: int, ranks: int) -> dict[int, int]:
-    """Return the first of each class of equal blocks, of so many ranks each, and how many the class has; none where
+def _classes(cluster: Cluster, mesh: Mesh, replicas: int) -> dict[int, int]:
+    """Return the first of each class of equal blocks, of so many replicas each, and how many the class has; none where
     blocks are not on whole nodes, or not in the same order of GPUs in each.
     """
-    per_node = cluster.spec.gpus_per_node
+    per_node, size = cluster.spec.gpus_per_node, mesh.size // mesh.dp * replicas
     classes: dict[tuple[float, ...], list[int]] = {}
     places: tuple[tuple[int, int], ...] = ()
-    for block in range(ranks // size):
-        devices = cluster.devices[block * size : (block + 1) * size]
+    for block in range(mesh.dp // replicas):
+        ranks = mesh.of_replicas(range(block * replicas, (block + 1) * replicas))
+        devices = [cluster.devices[rank] for rank in ranks]
         nodes: dict[int, int] = {}
         own = tuple([(nodes.setdefault(one.node, len(nodes)), one.number % per_node) for one in devices])
         places = places or own

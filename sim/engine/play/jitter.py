@@ -81,8 +81,8 @@ class Jitter(NamedTuple):
             chips = np.repeat(self._chips(folded), counts) ** np.where(own, limited[arrays.op_use], 0.0)
         if not self.share:
             return chips
-        mesh = folded.checked.schedule.header.mesh
-        roles = [rank if self.per_rank else mesh.role(rank) for rank in range(len(arrays.programs))]
+        role = folded.checked.schedule.role
+        roles = [rank if self.per_rank else role(rank) for rank in range(len(arrays.programs))]
         known = _drawn(folded.checked)
         z = known.get((self.seed, self.per_rank))
         if z is None:
@@ -105,12 +105,12 @@ class Jitter(NamedTuple):
 
     def _chips(self, folded: Fold) -> NDArray[np.float64]:
         """Return the factor at the power limit of the GPU of each rank that is played."""
-        mesh = folded.checked.schedule.header.mesh
-        num_ranks = folded.checked.schedule.num_ranks
+        schedule = folded.checked.schedule
+        num_ranks = schedule.num_ranks
         if not self.share:
             return np.full(num_ranks, _slowest(0.5, len(folded.of_all([0.0] * num_ranks))))
-        roles = [rank if self.per_rank else mesh.role(rank) for rank in range(num_ranks)]
-        among = 1 if self.per_rank else sum(folded.equals) or mesh.dp
+        roles = [rank if self.per_rank else schedule.role(rank) for rank in range(num_ranks)]
+        among = 1 if self.per_rank else sum(folded.equals) or schedule.header.mesh.dp
         drawn = {role: _slowest(np.random.default_rng([self.seed, role, 1]).random(), among) for role in set(roles)}
         return np.array([drawn[role] for role in roles])
 

@@ -144,7 +144,7 @@ def report(
         schedule_hash=trace.schedule_hash if with_hash else "",
         evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
         room=room,
-        stages=stages_of(trace, walked, checked.schedule.header),
+        stages=stages_of(trace, walked, schedule.header, simulation.fold.counts),
         training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
     )
 

@@ -8,25 +8,16 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from sim.accounts.memory import walks
 from sim.base.errors import InputError
-from sim.base.garbage import garbage_collection_off
-from sim.engine.intervals.extrapolated import decisive
 from sim.engine.intervals.interval import Interval
-from sim.engine.play.simulate import Simulation, simulate
-from sim.engine.results.report import evidence
-from sim.engine.results.room import Limit, Room, room_of
-from sim.engine.results.sensitivity import IMBALANCE, TOLD, Bound, bound
+from sim.engine.results.room import Limit, Room
 from sim.plan.search.bounds import Least, least_of_any, least_room, least_seconds
-from sim.plan.search.few import PLAYED, WALKED, Few, of_layers, of_played, of_turns
+from sim.plan.search.few import PLAYED, WALKED, Few, of_layers, of_turns
 from sim.plan.search.passes import least_steps
-from sim.plan.search.room import room
 from sim.plan.search.space import Branch
-from sim.schedule.derive.replicas import folds
-from sim.schedule.proof.check import Checked
-from sim.setup.answers.answer import Grounds, grounds_of
+from sim.plan.search.steps import room_of_step, steps_of
+from sim.setup.answers.answer import Grounds
 from sim.setup.setup import Setup
-from sim.setup.unnamed_software import slowest, widened
 
 Found = TypeVar("Found")
 
@@ -86,81 +77,6 @@ class Played(NamedTuple):
     def reaches(self) -> bool:
         """Whether its step takes no longer than it may."""
         return self.step_s <= self.branch.family.within_s
-
-
-def step_of(setup: Setup, layers: tuple[int, int] = PLAYED) -> tuple[float, Simulation]:
-    """Return the seconds of a training step without noise, and its simulation: of more than so many ``layers`` and
-    few micro-batches only these are played, and the others taken to add as much as the last of these
-    (``sim.plan.search.few``). The schedule is not proved.
-    """
-    found = _steps_of(setup, layers)
-    return found.step_s, found.last
-
-
-class _Steps(NamedTuple):
-    """A step by its plays."""
-
-    step_s: float
-    last: Simulation
-    """That of most layers and micro-batches."""
-    before: _Fewer | None
-    """The one with fewer layers; None where all are played."""
-    turns: Few
-    of_turns: list[Simulation]
-    """By number of micro-batches that with most layers."""
-
-    @property
-    def bound(self) -> Bound:
-        """What bounds the step. Of a pipeline savings are told by those of few micro-batches and of one more, since
-        bubbles are less of a step the more there are; what even stages would save is not, since the head is less the
-        more layers there are.
-        """
-        whole = len(self.of_turns) == 1 and self.before is None
-        if whole or self.last.checked.schedule.header.mesh.pp == 1:
-            return bound(self.last)
-        first, last = (bound(one, told=0.0).saves for one in (self.of_turns[0], self.of_turns[-1]))
-        steps_s = [self.of_turns[0].trace.step_time_s, self.last.trace.step_time_s]
-        saved = {
-            name: self.turns.told(first[name] * steps_s[0], last[name] * steps_s[1]) / self.turns.told(*steps_s)
-            for name in last
-            if name in first and name != IMBALANCE
-        }
-        by = max((name for name in saved if "+" not in name), key=lambda name: saved[name])
-        told = {name: share for name, share in saved.items() if share >= TOLD or name == by}
-        return Bound(by, dict(sorted(told.items(), key=lambda one: -one[1])))
-
-
-class _Fewer(NamedTuple):
-    """A simulation of fewer layers than the last one has."""
-
-    simulation: Simulation
-    times: float
-    """How often what the last one adds to it is still to come."""
-
-
-def _steps_of(setup: Setup, some: tuple[int, int] = PLAYED) -> _Steps:
-    """Return the step of a setup by plays of few layers and micro-batches."""
-    few = of_turns(setup)
-    found = [_steps_of_layers(one, some) for one in few.setups]
-    *before, (last_s, last, fewer) = found
-    step_s = few.told(before[0][0], last_s) if before else last_s
-    return _Steps(step_s, last, fewer, few, [one for _, one, _ in found])
-
-
-def _steps_of_layers(setup: Setup, some: tuple[int, int]) -> tuple[float, Simulation, _Fewer | None]:
-    few = of_played(setup, some)
-    *before, played = [_simulation(one) for one in few.setups]
-    if not before:
-        return played.trace.step_time_s, played, None
-    step_s = few.told(before[0].trace.step_time_s, played.trace.step_time_s)
-    return step_s, played, _Fewer(before[0], few.further / few.between)
-
-
-@garbage_collection_off()
-def _simulation(setup: Setup) -> Simulation:
-    found = setup.resolved()
-    schedule = found.built()
-    return simulate(Checked(schedule, folds=folds(schedule)), found.cluster, found.profile, engine=found.engine)
 
 
 def least_of(setup: Setup) -> Least:
@@ -262,34 +178,15 @@ def played(branch: Branch, beaten_at: float) -> Played | Lost:
     ``beaten_at``, in seconds over worth, as fast as it has to be, and fits.
     """
     try:
-        steps = _steps_of(branch.setup)
-        step_s, last, before, *_ = steps
-        result = Played(branch, step_s)
+        steps = steps_of(branch.setup)
+        result = Played(branch, steps.step_s)
         if result.batch_s > beaten_at or not result.reaches:
             return result
-        held = room_of_step(branch.setup, last)
+        held = room_of_step(branch.setup, steps.last)
     except InputError as error:
         return Lost(branch, refused=str(error))
     if held.free_bytes < 0:
         return Lost(branch, -held.free_bytes, held.tightest.memory)
-    other = slowest(last)
-    found, longer = widened(last, other), step_s / last.trace.step_time_s
-    within = found and Interval(found.low_s * longer, found.high_s * longer)
     bounded = steps.bound
-    decides = decisive(last, before.simulation, before.times) if before else decisive(last)
-    grounds = grounds_of(last, evidence(last, []), decides, other and other._replace(seconds=other.seconds * longer))
+    within, grounds = steps.rests
     return result._replace(room=held, within=within, bound_by=bounded.by, saves=bounded.saves, grounds=grounds)
-
-
-def room_of_step(setup: Setup, last: Simulation) -> Room:
-    """Return the memory of a configuration, by the last simulation of ``step_of``. Where no rank of that holds more
-    than the one that ``least_room`` builds, that one is all that has to be built of the whole.
-    """
-    few = room_of(last.checked.schedule.header, walks(last.fold.checked), last.fold.cluster)
-    workload = last.checked.schedule.header.workload
-    whole = setup.resolved()
-    if (workload.layers, workload.batch) == (whole.workload.layers, whole.workload.batch):
-        return few
-    if few.limits == least_room(of_played(of_turns(setup).setups[-1]).setups[-1].resolved()).limits:
-        return least_room(whole)
-    return room(whole)

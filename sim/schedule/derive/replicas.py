@@ -15,21 +15,21 @@ from __future__ import annotations
 from sim.schedule.ir.ops import AllGather, AllReduce, Barrier, Collective, Exchange, ReduceScatter
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import Split
+from sim.words.mesh import Mesh
 
 
 def folds(schedule: Schedule) -> bool:
     """Return whether the first replica is played for all; where the schedule is replicated it is proved for all too."""
     mesh = schedule.header.mesh
-    stride = mesh.replica_stride
-    if not (schedule.replicated or schedule.shards_alike) or stride * mesh.dp != mesh.size:
+    if not (schedule.replicated or schedule.shards_alike):
         return False
     spans: dict[str, bool] = {}
     for communicator in schedule.header.communicators:
-        spanning = _spans(communicator, stride, mesh.dp)
+        spanning = _spans(communicator, mesh)
         if spanning is None:
             return False
         spans[communicator.name] = spanning
-    fragments = {call.fragment.shared for rank in range(stride) for call in schedule.program(rank).calls}
+    fragments = {call.fragment.shared for rank in mesh.first_replica for call in schedule.program(rank).calls}
     return all(
         isinstance(op, AllReduce | Barrier) or (schedule.shards_alike and _has_equal_parts(op))
         for fragment in fragments
@@ -45,13 +45,13 @@ def _has_equal_parts(op: Exchange | Collective) -> bool:
     return not any(isinstance(side, Split) and side.sizes for side in (op.given, op.taken))
 
 
-def _spans(communicator: Communicator, ranks: int, replicas: int) -> bool | None:
-    """Return whether the groups of a communicator are over all replicas of so many ranks each; None where they are
-    neither that nor those of one replica, again in each.
+def _spans(communicator: Communicator, mesh: Mesh) -> bool | None:
+    """Return whether the groups of a communicator are over all replicas, with the same ranks of each; None where they
+    are neither that nor those of one replica, again in each.
     """
-    own = communicator.within(ranks).groups
-    starts = range(0, ranks * replicas, ranks)
-    over_all = {tuple([start + rank for start in starts for rank in group]) for group in own}
+    own = communicator.among(mesh.first_replica).groups
+    starts = [replica * mesh.replica_stride for replica in range(mesh.dp)]
+    over_all = {tuple(sorted([start + rank for start in starts for rank in group])) for group in own}
     if over_all == set(communicator.groups):
         return True
     within = {tuple([start + rank for rank in group]) for start in starts for group in own}
@@ -59,10 +59,13 @@ def _spans(communicator: Communicator, ranks: int, replicas: int) -> bool | None
 
 
 def whole_group(schedule: Schedule, communicator: str, members: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the group that some ranks are members of, with those of it in replicas that the schedule leaves out."""
+    """Return the group that some ranks are members of, with those of it in replicas that the schedule leaves out: these
+    count from its last rank on.
+    """
     if schedule.whole is schedule:
         return members
-    return schedule.whole.communicator(communicator).group_of(members[0])
+    group = schedule.whole.communicator(communicator).group_of(schedule.order[members[0]])
+    return tuple(sorted([schedule.place[rank] for rank in group]))
 
 
 def num_alike(schedule: Schedule) -> int:

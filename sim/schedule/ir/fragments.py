@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -83,6 +83,18 @@ class Fragment:
     def peers(self) -> tuple[int, ...]:
         """The ranks that its messages come from and go to, one after the other."""
         return tuple([some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)])
+
+    @cached_property
+    def communicators(self) -> tuple[str, ...]:
+        """Over which its ops communicate, each once."""
+        some = (self.ops[at] for at in self.shared.communication)
+        return tuple(dict.fromkeys(op.communicator for op in some if isinstance(op, Communication)))
+
+    def as_of(self, rank: int) -> Hashable:
+        """Return what it does, with peers counted from a rank: the same where others do the same."""
+        turned = tuple([op.tokens for op in self.ops if isinstance(op, Rope)])
+        peer = self.peers[0] - rank if self.peers else None
+        return self.shared, peer, turned, self.inputs, self.outputs
 
     def later(self, other: Fragment) -> int:
         """Return by how much later the first peer of another rank's fragment is than that of this one."""
@@ -196,6 +208,17 @@ class Fragment:
             return self
         return dataclasses.replace(self, ops=ops, inputs=inputs, outputs=outputs, alike=None, peers_later=0)
 
+    def numbered(self, place: Sequence[int], known: dict[Fragment, Fragment]) -> Fragment:
+        """Return it with other numbers of peers, ``place[old]``; what has been numbered is kept in ``known``."""
+        if not self.peers:
+            return self
+        if self not in known:
+            alike = self.alike and self.alike.numbered(place, known)
+            ops = tuple([_numbered(op, place) if isinstance(op, Exchange) else op for op in self.ops])
+            found = dataclasses.replace(self, ops=ops, alike=alike)
+            known[self] = dataclasses.replace(found, peers_later=alike.later(found)) if alike else found
+        return known[self]
+
     @cached_property
     def _names_places(self) -> bool:
         """Whether an op names a peer, or positions."""
@@ -219,6 +242,12 @@ def _differ_in_places(one: Op, other: Op, later: int) -> bool:
     if isinstance(one, Exchange) and isinstance(other, Exchange):
         return _moved(one, later) == other
     return False
+
+
+def _numbered(op: Exchange, place: Sequence[int]) -> Exchange:
+    """Return an Exchange with other numbers of peers."""
+    sends, recvs = (tuple([Message(place[peer], view) for peer, view in some]) for some in (op.sends, op.recvs))
+    return msgspec.structs.replace(op, sends=sends, recvs=recvs)
 
 
 def _moved(op: Exchange, ranks: int) -> Exchange:

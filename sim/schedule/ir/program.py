@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -130,6 +130,11 @@ class Program:
         calls = (call._replace(fragment=fragments[call.fragment]) for call in self.calls)
         return Program.of_calls(self.rank + other.ranks, calls)
 
+    def numbered(self, place: Sequence[int], known: dict[Fragment, Fragment]) -> Program:
+        """Return the program with other numbers of ranks, ``place[old]``; fragments are numbered once."""
+        calls = [call._replace(fragment=call.fragment.numbered(place, known)) for call in self.calls]
+        return Program.of_calls(place[self.rank], calls)
+
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
         return b"".join(Pieces().of(self.rank, self.calls))
@@ -192,10 +197,16 @@ class Communicator(Data, frozen=True, kw_only=True):
                 return group
         raise InputError(f"rank {rank} belongs to no group of communicator {self.name!r}: {self.groups}")
 
-    def within(self, ranks: int) -> Communicator:
-        """Return what is left of it among the first so many ranks."""
-        cut = (tuple([rank for rank in group if rank < ranks]) for group in self.groups)
+    def among(self, ranks: Iterable[int]) -> Communicator:
+        """Return what is left of it among some ranks."""
+        some = set(ranks)
+        cut = (tuple([rank for rank in group if rank in some]) for group in self.groups)
         return Communicator(name=self.name, groups=tuple(filter(None, cut)))
+
+    def numbered(self, place: Sequence[int]) -> Communicator:
+        """Return it with other numbers of its ranks, ``place[old]``."""
+        groups = tuple([tuple([place[rank] for rank in group]) for group in self.groups])
+        return Communicator(name=self.name, groups=groups)
 
     def position(self, rank: int) -> int:
         """Return which member of its group ``rank`` is."""
@@ -253,6 +264,8 @@ class Schedule:
         replicated: bool = False,
         shards_alike: bool = False,
         whole: Schedule | None = None,
+        order: Sequence[int] = (),
+        place: Sequence[int] = (),
     ) -> None:
         self.header = header
         self.replicated = replicated and header.mesh.dp > 1
@@ -260,10 +273,21 @@ class Schedule:
         """Whether its replicas are equal but for ranks, sequences and the rows of weights that their ranks own."""
         self.whole = whole or self
         """The schedule that this one is the first replicas of; else itself."""
+        self.order, self.place = order, place
+        """The ranks of that, first those that this one has, and the number of each in that order."""
         self._build = build
         self._programs: dict[int, Program] = {}
         self._fragments: dict[tuple[int, ...], list[Fragment]] = {}
         """Those of all programs, by their sizes and peers; of those that are alike the first."""
+
+    def like(self, header: Header, build: Callable[[int], Program]) -> Schedule:
+        """Return another schedule of the same ranks, of which others may be left out as here."""
+        whole = None if self.whole is self else self.whole
+        return Schedule(header, build, whole=whole, order=self.order, place=self.place)
+
+    def role(self, rank: int) -> int:
+        """Return which rank of the whole schedule's first replica has the place of a rank."""
+        return self.whole.header.mesh.role(self.order[rank] if self.order else rank)
 
     @property
     def num_ranks(self) -> int:
@@ -333,9 +357,19 @@ class Schedule:
         Replicas have to lie outside all that is within one, see ``sim.schedule.derive.replicas``.
         """
         mesh = msgspec.structs.replace(self.header.mesh, dp=replicas)
-        communicators = [communicator.within(mesh.size) for communicator in self.header.communicators]
+        whole = self.header.mesh
+        some = whole.of_replicas(range(replicas))
+        order = [*some, *whole.of_replicas(range(replicas, whole.dp))]
+        place = sorted(range(whole.size), key=order.__getitem__)
+        communicators = [one.among(some).numbered(place) for one in self.header.communicators]
         header = msgspec.structs.replace(self.header, mesh=mesh, communicators=tuple(communicators))
-        return Schedule(header, self.program, whole=self)
+        known: dict[Fragment, Fragment] = {}
+
+        def program(number: int) -> Program:
+            of_whole = self.program(order[number])
+            return of_whole if some == list(range(mesh.size)) else of_whole.numbered(place, known)
+
+        return Schedule(header, program, whole=self, order=order, place=place)
 
     def communicator(self, name: str) -> Communicator:
         """Return the communicator of that name; raises InputError with the names there are."""

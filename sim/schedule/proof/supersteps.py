@@ -1,13 +1,13 @@
-"""The proof that remembers: calls of all ranks that meet are played once per distinct contents of what they are given.
+"""The proof that remembers: calls of ranks that meet are played once per distinct contents of what they are given.
 
-    programs = calls of fragments ── the k-th calls of all ranks ──> a superstep, a small schedule of its own
+    programs = calls of fragments ── those that meet ──> a superstep, a small schedule of its own
 
-What an op makes of abstract contents depends on these alone, and on layers and sequences by their differences only. So
-a superstep whose fragments and whose inputs, with both counted from the least, were seen before has the results that it
-had then, as many layers and sequences later. No induction is needed: every superstep is looked up by all that it is
-given. This takes programs whose calls communicate among the k-th ones only; then playing one superstep after the other
-is an order that the dependencies allow. It proves or declines: what is wrong with a schedule the flat proof says, by
-``AbstractPlayer`` on all ops.
+What an op makes of abstract contents depends on these alone, on layers and sequences by their differences only, and on
+ranks by whom they meet. So a superstep whose fragments and whose inputs, with layers and sequences counted from the
+least, were seen before has the results that it had then, as many layers and sequences later, on whichever ranks. No
+induction is needed: every superstep is looked up by all that it is given. Playing one superstep after the other is an
+order that the dependencies allow (``meetings``). It proves or declines: what is wrong with a schedule the flat proof
+says, by ``AbstractPlayer`` on all ops.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.schedule.derive.dependencies import derive
+from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.matching import match, wire_bytes
+from sim.schedule.derive.replicas import whole_group
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.program import Program, Schedule
@@ -30,6 +31,7 @@ from sim.schedule.proof.abstract import AbstractPlayer, attention_rules, check_o
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
 from sim.schedule.proof.classes import Classes, ClassPlayer, classes_of
 from sim.schedule.proof.contents import FAR, ZERO, Content, Piece, Unclassed
+from sim.schedule.proof.meetings import Meeting, meetings
 from sim.schedule.proof.members import of_member
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.wellformed import check_program
@@ -54,6 +56,31 @@ _LOST = _Kept(-1, None, None)
 """Of a buffer that is written to as a whole before it is used: whatever it held."""
 
 
+class _Kind:
+    """Fragments that meet, as a schedule of their own on the first ranks that call them."""
+
+    def __init__(self, schedule: Schedule, ranks: tuple[int, ...], fragments: tuple[Fragment, ...]) -> None:
+        self._schedule = schedule
+        self.fragments = fragments
+        self.ranks = ranks
+        self.alone = self.as_of([0] * len(fragments))
+        self.matching = match(self.alone)
+        self.wire_bytes = wire_bytes(self.alone, self.matching)
+
+    def as_of(self, layers: Sequence[int]) -> Schedule:
+        """Return the schedule of these fragments as of some layers; other ranks do nothing."""
+        header = msgspec.structs.replace(self._schedule.header, claims=None)
+        found = {
+            rank: Program.of_fragment(one, rank, layer)
+            for rank, one, layer in zip(self.ranks, self.fragments, layers, strict=True)
+        }
+        return self._schedule.like(header, lambda rank: found.get(rank) or _idle(rank))
+
+
+def _idle(rank: int) -> Program:
+    return Program.of_calls(rank, [])
+
+
 class Supersteps:
     """The supersteps of a schedule; raises Declined where it has none.
 
@@ -64,36 +91,34 @@ class Supersteps:
     def __init__(self, schedule: Schedule, along: tuple[Axis, ...] = ()) -> None:
         self._schedule = schedule
         self.programs = schedule.programs
-        counts = {len(program.calls) for program in self.programs}
-        if counts == {1} or len(counts) > 1:
+        found = meetings(schedule)
+        if found is None:
             raise Declined
-        self.all = list(zip(*(program.calls for program in self.programs), strict=True))
+        self.all: list[Meeting] = found
         sound = set[Form]()
         for rank, fragment in {(p.rank, call.fragment): None for p in self.programs for call in p.calls}:
             check_program(Program.of_fragment(fragment, rank), schedule, sound)
-        self._plain = msgspec.structs.replace(schedule.header, claims=None)
-        self.kinds = Counter(tuple([call.fragment for call in calls]) for calls in self.all)
-        """How often the same fragments meet."""
-        alone = {kind: self._alone(kind, [0] * len(kind)) for kind in self.kinds}
+        self._known: dict[object, _Kind] = {}
+        """Kinds by what stands for them."""
+        self._kind_of: dict[tuple[tuple[int, ...], tuple[Fragment, ...]], _Kind] = {}
+        """By ranks and their fragments."""
+        self.kinds = Counter([self._kind(meeting) for meeting in self.all])
+        """How often those meet that are alike."""
         self.classes: Classes = [[program.rank] for program in self.programs]
         """What ranks are played as one."""
         if along:
-            self.classes = _classes(self.programs, alone.values(), along)
+            self.classes = _classes(self.programs, [kind.alone for kind in self.kinds], along)
         for ranks in self.classes:
             _check_bindings(self.programs[ranks[0]])
-        self._matchings = {kind: match(superstep) for kind, superstep in alone.items()}
-        fragments = dict.fromkeys(fragment.shared for kind in self.kinds for fragment in kind)
-        derived = {fragment: derive(Program.of_fragment(fragment, rank=0)) for fragment in fragments}
-        self._dependencies = {kind: [derived[fragment.shared] for fragment in kind] for kind in self.kinds}
-        self.wire_bytes = sum(
-            count * wire_bytes(alone[kind], self._matchings[kind]) for kind, count in self.kinds.items()
-        )
+        self.wire_bytes = sum(count * kind.wire_bytes for kind, count in self.kinds.items())
         self._rules = attention_rules(schedule)
         self._numbers: dict[Held, int] = {}
         self._contents: list[Held] = []
         self._held: list[list[_Kept]] = [[] for _ in self.classes]
         """Per class and buffer."""
         self._remembered: dict[object, list[tuple[list[_Kept], list[_Kept]]]] = {}
+        self._numbered: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._dependencies: dict[Fragment | None, Dependencies] = {}
 
     @property
     def num_played(self) -> int:
@@ -115,23 +140,42 @@ class Supersteps:
         """Return the last layer up to this one from which on kinds follow each other as from the first."""
         return layer - layer % max(1, len(self._rules.kinds))
 
-    def _alone(self, kind: Sequence[Fragment], layers: Sequence[int]) -> Schedule:
-        """Return fragments that meet as a schedule of their own."""
-        calls = enumerate(zip(kind, layers, strict=True))
-        programs = [Program.of_fragment(one, rank, layer) for rank, (one, layer) in calls]
-        return Schedule(self._plain, programs.__getitem__, whole=self._schedule.whole)
+    def _kind(self, meeting: Meeting) -> _Kind:
+        """Return what stands for a meeting: its fragments, on the first ranks that had fragments like these."""
+        ranks, fragments = meeting.ranks, tuple([call.fragment for call in meeting.calls])
+        if (ranks, fragments) not in self._kind_of:
+            first = ranks[0]
+            names = dict.fromkeys(name for one in fragments for name in one.shared.communicators)
+            groups = [(name, self._groups(name, ranks)) for name in names]
+            alike = (
+                tuple([rank - first for rank in ranks]),
+                tuple(groups),
+                tuple([one.as_of(first) for one in fragments]),
+            )
+            if alike not in self._known:
+                self._known[alike] = _Kind(self._schedule, ranks, fragments)
+            self._kind_of[ranks, fragments] = self._known[alike]
+        return self._kind_of[ranks, fragments]
+
+    def _groups(self, communicator: str, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of some ranks, counted from the first one, each behind the size of the whole one."""
+        some = set(ranks)
+        groups = [group for group in self._schedule.communicator(communicator).groups if not some.isdisjoint(group)]
+        whole = [len(whole_group(self._schedule, communicator, group)) for group in groups]
+        return tuple([(size, *(rank - ranks[0] for rank in group)) for size, group in zip(whole, groups, strict=True)])
 
     def play(self) -> None:
         """Play all supersteps; raises ScheduleError or Declined where that does not prove them."""
         held, remembered = self._held, self._remembered
-        for of_ranks in self.all:
-            calls = [of_ranks[ranks[0]] for ranks in self.classes]
+        for meeting in self.all:
+            kind, classes = self._kind(meeting), self._classes_of(meeting.ranks)
+            calls = [meeting.calls[place] for _, place in classes]
             given = [
                 [
-                    _LOST if place in call.fragment.overwritten else of_class[number]
-                    for place, number in enumerate(call.given)
+                    _LOST if place in call.fragment.overwritten else held[number][buffer]
+                    for place, buffer in enumerate(call.given)
                 ]
-                for of_class, call in zip(held, calls, strict=True)
+                for (number, _), call in zip(classes, calls, strict=True)
             ]
             layers = [kept.layer for of_class in given for kept in of_class if kept.layer is not None]
             layers += [call.layer + port.layer for call in calls for port in call.fragment.inputs]
@@ -141,38 +185,55 @@ class Supersteps:
             first = 0 if takes else min(sequences, default=0)
             # The layer of a call matters by its inputs only.
             own = [call.layer - base if call.fragment.inputs else 0 for call in calls]
-            kind = tuple([call.fragment for call in of_ranks])
             seen = kind, tuple(own), tuple([tuple(_later(of_class, -base, -first)) for of_class in given])
             if seen not in remembered:
                 remembered[seen] = self._play(*seen)
-            for of_class, call, (after, made) in zip(held, calls, remembered[seen], strict=True):
-                for number, kept in zip(call.given, _later(after, base, first), strict=True):
-                    of_class[number] = kept
+            for (number, _), call, (after, made) in zip(classes, calls, remembered[seen], strict=True):
+                of_class = held[number]
+                for buffer, kept in zip(call.given, _later(after, base, first), strict=True):
+                    of_class[buffer] = kept
                 of_class.extend(_later(made, base, first))
         self._check_outputs()
         check_owners(self._schedule)
 
+    def _classes_of(self, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Return the numbers of the classes of some ranks, each with the place of its first member among these."""
+        if ranks not in self._numbered:
+            places = {rank: place for place, rank in enumerate(ranks)}
+            firsts = enumerate(of_class[0] for of_class in self.classes)
+            self._numbered[ranks] = [(number, places[rank]) for number, rank in firsts if rank in places]
+        return self._numbered[ranks]
+
     def _play(
-        self, kind: tuple[Fragment, ...], layers: Sequence[int], given: Sequence[Sequence[_Kept]]
+        self, kind: _Kind, layers: Sequence[int], given: Sequence[Sequence[_Kept]]
     ) -> list[tuple[list[_Kept], list[_Kept]]]:
         """Return per class what the buffers that are given hold after one superstep, and what its own ones hold."""
-        of_ranks = [0] * len(kind)
-        for ranks, layer in zip(self.classes, layers, strict=True):
-            for rank in ranks:
-                of_ranks[rank] = layer
-        together = self._alone(kind, of_ranks), self._matchings[kind], self._dependencies[kind]
+        classes = self._classes_of(kind.ranks)
+        layer_of = {
+            rank: layer for (number, _), layer in zip(classes, layers, strict=True) for rank in self.classes[number]
+        }
+        alone = kind.as_of([layer_of[rank] for rank in kind.ranks])
+        together = alone, kind.matching, [self._derived(program) for program in alone.programs]
         player = ClassPlayer(*together, self.classes) if len(self.classes[0]) > 1 else AbstractPlayer(*together)
-        for memory, of_class in zip(player.memory, given, strict=True):
+        memories = [player.memory[number] for number, _ in classes]
+        for memory, of_class in zip(memories, given, strict=True):
             for number, kept in enumerate(of_class):
                 if kept is not _LOST:
                     memory.hold(number, self._moved(kept))
         player.play()
         results = []
-        for memory, ranks, before in zip(player.memory, self.classes, given, strict=True):
-            held, count, written = memory.held(), len(before), kind[ranks[0]].written
+        for memory, (_, place), before in zip(memories, classes, given, strict=True):
+            held, count, written = memory.held(), len(before), kind.fragments[place].written
             after = [self._kept(held[at]) if at in written else before[at] for at in range(count)]
             results.append((after, [self._kept(one) for one in held[count:]]))
         return results
+
+    def _derived(self, program: Program) -> Dependencies:
+        """Return what ops of one fragment, or of none, wait for."""
+        fragment = program.calls[0].fragment.shared if program.calls else None
+        if fragment not in self._dependencies:
+            self._dependencies[fragment] = derive(program)
+        return self._dependencies[fragment]
 
     def _kept(self, held: Held) -> _Kept:
         """Return contents by number, layers and sequences counted from the least."""

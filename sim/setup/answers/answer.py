@@ -19,6 +19,7 @@ from sim.engine.intervals.learned import shipped
 from sim.engine.intervals.regime import Regime, regime
 from sim.engine.play.simulate import Simulation
 from sim.engine.results.report import Evidence, Report
+from sim.engine.results.room import Room
 from sim.schedule.methods.catalog import NAMED
 from sim.setup.answers.places import choice_of, place_of
 from sim.setup.global_batch import told
@@ -77,7 +78,8 @@ def _figures(prediction: PlayedStep) -> str:
     found, workload = prediction.figures, prediction.checked.schedule.header.workload
     of = "a step" if workload.scope == "step" else f"for {scope_title(workload.scope, workload.layers)}"
     rate = f"{number(found.tokens_per_s_per_gpu, FEW)} tokens/s/GPU"
-    return f"{step_time(prediction)} {of} ({interval(prediction)}){_sequences(prediction)}, {rate}{_fits(found)}"
+    fits = fits_said(found.room) if found.room else _exceeds(found)
+    return f"{step_time(prediction)} {of} ({interval(prediction)}){_sequences(prediction)}, {rate}{fits}"
 
 
 def _sequences(prediction: PlayedStep) -> str:
@@ -101,15 +103,18 @@ def interval(prediction: PlayedStep) -> str:
     return seconds_between(*prediction.interval) if prediction.interval else "interval not known"
 
 
-def _fits(found: Report) -> str:
-    if found.room is None:
-        return "; does not fit: buffers alone exceed the memory" if found.fits is False else ""
-    limit = found.room.tightest
+def _exceeds(found: Report) -> str:
+    return "; does not fit: buffers alone exceed the memory" if found.fits is False else ""
+
+
+def fits_said(room: Room) -> str:
+    """Return whether a training step fits, and how much memory is left or missing."""
+    limit = room.tightest
     free, of = size(abs(limit.free_bytes), FEW), "" if limit.memory == "GPU" else f" of the {limit.memory}'s memory"
     left = "left" if limit.free_bytes >= 0 else "missing"
-    if found.fits is None:
+    if room.fits is None:
         return f"; at the limit: {free} {left}{of}, known to {size(limit.within_bytes, FEW)}"
-    return f"; fits with {free} left{of}" if found.fits else f"; does not fit: {free} missing{of}"
+    return f"; fits with {free} left{of}" if room.fits else f"; does not fit: {free} missing{of}"
 
 
 def _free_bytes(prediction: PlayedStep) -> float:

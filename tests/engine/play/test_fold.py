@@ -96,23 +96,29 @@ SHARDED = ({}, {"zero_stage": "2", "micro_batches": "2"}, {"zero_stage": "1"}, {
            {"zero_stage": "3", "weight_communicators": "two", "reduce": "model"})  # fmt: skip
 
 
+INNER = Mesh(ulysses=2, order=("pp", "ring", "ulysses", "tp", "dp"))
+"""Ranks of one place are neighbours, whichever replicas they are of."""
+
+
 def sharded(seed: int, count: int) -> Iterator[Cell]:
     """Random training steps whose weights are sharded over the ranks of 2 to 8 replicas, on nodes of whole ones."""
     draw = random.Random(seed)
     while count:
         name, mesh = draw.choice(
-            [("ulysses", Mesh(ulysses=2)), ("usp", Mesh(ring=2, ulysses=2)), ("ring", Mesh(ring=4))]
-        )
+            [("ulysses", Mesh(ulysses=2)), ("usp", Mesh(ring=2, ulysses=2)), ("ring", Mesh(ring=4)),
+             ("ulysses", Mesh(pp=2, ulysses=2)), ("single", Mesh(pp=2, tp=2)), ("ulysses", INNER)]
+        )  # fmt: skip
         dp, entry = draw.choice([2, 4, 8]), names.entry(name)
         chosen = names.options(entry, name, list(draw.choice(SHARDED).items()), "")
         workload = Workload(
             model=make_model(8, 4, dtype="bf16"), seq=64 * draw.choice([1, 64]), batch=2, dtype="bf16", scope="step",
-            layers=draw.choice([1, 3]),
+            layers=mesh.pp * draw.choice([1, 3]),
         )  # fmt: skip
         checked = check(entry.schedule(workload, msgspec.structs.replace(mesh, dp=dp), chosen, Hints()))
         cluster, profile = draw.choice([("hgx-h100", load_profile("h100-sxm")), ("l20-pcie", None)])
         slow = tuple(draw.sample(range(mesh.size * dp), draw.choice([0, 1])))
-        yield Cell(checked, machine(cluster, dp, mesh.size, slow), profile, draw.choice([STEADY, Jitter(0.1, seed)]))
+        spec = machine(cluster, mesh.pp * dp, mesh.size // mesh.pp, slow)
+        yield Cell(checked, spec, profile, draw.choice([STEADY, Jitter(0.1, seed)]))
         count -= 1
 
 

@@ -99,11 +99,15 @@ def test_json_keeps_one_replica_and_gives_all_back() -> None:
         Schedule.from_json(msgspec.json.encode(short | {"programs": short["programs"][:4]}))
 
 
-def test_a_replica_within_which_others_lie_does_not_stand_for_them() -> None:
+def test_a_replica_within_which_others_lie_stands_for_them_too() -> None:
     order = (*(axis for axis in AXES if axis != "dp"), "dp")
     schedule = ulysses.build(layers(), Mesh(dp=2, ulysses=2, order=order))
-    assert not folds(schedule)
-    assert not check(schedule).folds
+    assert folds(schedule)
+    first = check(schedule).first(1).schedule
+    assert [(program.rank, program.num_ops) for program in first.programs] == [
+        (number, schedule.program(rank).num_ops) for number, rank in enumerate((0, 2))
+    ]
+    assert first.communicator("ulysses").groups == ((0, 1),)
 
 
 def test_communicators_that_differ_between_replicas_are_proved_for_all_ranks() -> None:

@@ -220,7 +220,7 @@ def test_each_pass_of_a_layer_is_proved_once() -> None:
     large call is of one form and is played once, in six layers forward, again and backward.
     """
     supersteps = Supersteps(make_step("ulysses", 2, step(layers=6)).schedule)
-    large = [kind for kind in supersteps.kinds if len(kind[0].ops) > 20]
+    large = [kind for kind in supersteps.kinds if len(kind.fragments[0].ops) > 20]
     assert sum(supersteps.kinds[kind] for kind in large) >= 3 * 6 > len(large)
     played: Counter[tuple[Fragment, ...]] = Counter()
     play = supersteps._play

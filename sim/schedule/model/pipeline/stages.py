@@ -263,15 +263,24 @@ class Border(NamedTuple):
     """What has been received before the pass that needs it."""
 
     def sent(self, by: str, tensor: Tensor, view: View) -> None:
-        """Append what sends a tensor to the other side."""
-        self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=(Message(self.peer, view),), recvs=()))
+        """Append what sends a tensor to the other side, in a call of its own, as nothing else meets that side then."""
+
+        def send(view: View) -> None:
+            sends = (Message(self.peer, view),)
+            self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
+
+        self.b.call(f"send {tensor.name} to {self.peer} by {by}", tensor.layer, send, view)
 
     def received(self, by: str, tensor: Tensor) -> View:
-        """Append what receives a tensor from there; return it."""
-        view = self.b.new(tensor, num_tokens(self.tokens))
-        recvs = (Message(self.peer, view),)
-        self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
-        return view
+        """Append what receives a tensor from there, in a call of its own; return it."""
+
+        def receive() -> View:
+            view = self.b.new(tensor, num_tokens(self.tokens))
+            recvs = (Message(self.peer, view),)
+            self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
+            return view
+
+        return self.b.call(f"receive {tensor.name} from {self.peer} by {by}", tensor.layer, receive)
 
 
 class FromStage(NamedTuple):

@@ -1,0 +1,75 @@
+"""Steps by few of their layers and micro-batches take what they take when they are played whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import longstep
+from experiments.verbs.cli import main
+from longstep import Setup
+from sim.base.errors import InputError
+from sim.plan.extended import extended
+from tests.helpers import slow_but
+
+STEPS: dict[str, dict[str, Any]] = {
+    "layers": {"schedule": "ulysses", "seq": "64K"},
+    "micro-batches": {"schedule": "zigzag", "seq": "16K", "layers": 4, "global_batch": 8, "micro_batches": 8},
+    "stages": {"schedule": "ring", "gpus": 16, "seq": "32K", "pp_degree": 4, "global_batch": 12, "micro_batches": 12},
+    "shares of weights in stages": {
+        "schedule": "ulysses", "gpus": 16, "seq": "16K", "pp_degree": 2, "tp_degree": 4, "global_batch": 8,
+        "micro_batches": 8,
+    },
+}  # fmt: skip
+
+
+def setup_of(name: str) -> Setup:
+    given = {"model": "llama3-8b", "cluster": "hgx-h100", "scope": "step", "jitter": 0.0, **STEPS[name]}
+    micro_batches = given.pop("micro_batches", 1)
+    return Setup(**given, set={"schedule.micro_batches": str(micro_batches)}, yes=True)
+
+
+@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
+    setup = setup_of(name)
+    few, whole = extended(setup), setup.predicted()
+    assert few.step_time_s == pytest.approx(whole.step_time_s, rel=1e-5)
+    assert whole.room
+    assert few.room.limits == whole.room.limits
+    assert few.bound_by == whole.bound_by
+    assert few.tokens_per_s_per_gpu == pytest.approx(whole.figures.tokens_per_s_per_gpu, rel=1e-5)
+    assert few.answer.partition(" (")[0] == whole.answer.partition(" (")[0]
+    assert few.played.startswith("told by ")
+
+
+def test_what_is_small_is_played_whole() -> None:
+    few = extended(setup_of("layers").replace(layers=2))
+    assert few.played == "played whole"
+
+
+def test_other_scopes_are_refused() -> None:
+    with pytest.raises(InputError, match="`extend` is of training steps .*scope is layer"):
+        extended(Setup(model="llama3-8b", cluster="hgx-h100", scope="layer"))
+
+
+LARGE = (
+    "simulate --schedule ring --model llama3-70b --gpus 128 --seq 32K --pp-degree 4 --tp-degree 8 --scope step "
+    "--global-batch 32 --set schedule.micro_batches=32"
+)
+SMALL = "simulate --schedule ulysses --layers 8 --seq 16K --scope step --json --extend"
+
+
+def test_the_command_offers_it_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(LARGE.split())
+    assert "or --extend what few layers and micro-batches take" in capsys.readouterr().err
+    main(SMALL.split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["rests_on"][0] == "told by 3 and 4 of 8 layers"
+    setup = Setup(schedule="ulysses", layers=8, seq="16K", scope="step", cluster="hgx-h100")
+    assert found["step_time_s"] == longstep.extended(setup).step_time_s
+    with pytest.raises(SystemExit):
+        main([*SMALL.split(), "--trace", "x.json"])
+    assert "--extend plays no step whole" in capsys.readouterr().err
