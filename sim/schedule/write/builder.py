@@ -70,6 +70,12 @@ class ProgramBuilder:
         """Of the weights of the whole model; that of the workload is what the rank has of it."""
         self.replicas = replicas
         """How many do the same with sequences of their own."""
+        self.of_batch = workload
+        """Of all sequences; ``workload`` is that of those which are at hand, where they differ."""
+        self.labels = replicas * workload.num_labels
+        """Tokens of all replicas that have a next one to predict."""
+        self.form = 0
+        """Which of the forms of sequences those at hand have."""
         self.batch = Span(0, workload.batch)
         self.part: Part = "forward"
         self._buffers: list[Buffer] = []
@@ -84,13 +90,20 @@ class ProgramBuilder:
 
     def take(self, number: int, count: int, part: Part) -> None:
         """Begin with a pass of one of so many micro-batches, which has its share of the batch."""
-        each = self.workload.batch // count
+        each = self.of_batch.batch // count
         self.batch, self.part = Span(number * each, (number + 1) * each), part
+        if self.of_batch.sequences:
+            self.form, self.workload = self.of_batch.form_of(number), self.of_batch.of_sequence(number)
 
-    def build(self) -> Program:
-        """Return what has been written."""
+    @property
+    def num_ops(self) -> int:
+        """How many ops have been written."""
+        return sum([len(call.fragment.ops) for call in self._calls]) + len(self._writing.ops)
+
+    def build(self, begins: Sequence[int] = ()) -> Program:
+        """Return what has been written; ``begins`` as of programs."""
         self._end_stretch()
-        return Program.of_calls(self.rank, self._calls)
+        return Program.of_calls(self.rank, self._calls, tuple(begins))
 
     # Calls
 
