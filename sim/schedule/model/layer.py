@@ -260,7 +260,7 @@ class _Ranks:
             return None
         if tokens is None or rows is None:
             return None
-        if tokens and any(restarted(some, mask_of(workload)) != some for some in (here, there)):
+        if tokens and any(restarted(some, mask_of(workload.forms[0])) != some for some in (here, there)):
             return None
         return Renaming(rank - one, mesh.replica(rank) * workload.batch, rows, tokens)
 

@@ -127,6 +127,12 @@ def test_alike_ones_are_written_as_those_that_share_their_documents() -> None:
     assert [program.to_json() for program in one.programs] == [program.to_json() for program in other.programs]
 
 
+@pytest.mark.parametrize("name", ["ulysses", "upipe"])
+def test_ranks_that_do_the_same_are_written_with_positions_of_their_own(name: str) -> None:
+    """Where all micro-batches have the same documents, positions of which begin anew on the second rank."""
+    errors_of(check(built(name, Mesh(ulysses=2), unlike(PACKED[0], PACKED[0]))))
+
+
 def test_documents_of_another_micro_batch_are_found() -> None:
     schedule = built("single", Mesh(pp=2), unlike())
     for swapped in ((1, 0, 2, 3), (0, 2, 1, 3)):
