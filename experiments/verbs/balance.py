@@ -46,7 +46,7 @@ class Balance(Writes):
     micro_batches: OptionalInt = None
     """Micro-batches of a step, by default two for each stage."""
     pack: OptionalText = None
-    """Packers to compare there: concatenated, fixed-length and wlb-llm; by default all."""
+    """Packers to compare there: concatenated, heaviest-first, fixed-length and wlb-llm; by default all."""
     mask: str = "causal"
     """What each document keeps of itself: causal, full, window:TOKENS, lambda:SINK:WINDOW, blockwise:SIZE:LOCAL[:SINK]
     or shared-question:ANSWERS:SHARE (DCP, arXiv:2510.10620)."""

@@ -41,10 +41,16 @@ class Packing(NamedTuple):
 
 PACKERS: dict[str, Callable[[Packing], tuple[MicroBatch, ...]]] = {
     "concatenated": lambda given: concatenated(given.documents, given.micro_batches, given.seq),
+    "heaviest-first": lambda given: _heaviest_first(PACKERS["concatenated"](given), given.work),
     "fixed-length": lambda given: fixed_length(given.documents, given.micro_batches, given.seq).micro_batches,
     "wlb-llm": lambda given: by_work(given.documents, given.micro_batches, WIDER * given.seq, given.work).micro_batches,
 }
 """By name what puts documents into micro-batches (``sim.batches.packing``); what finds no room is not of this step."""
+
+
+def _heaviest_first(micro_batches: tuple[MicroBatch, ...], work: Work) -> tuple[MicroBatch, ...]:
+    """Return them in the order in which a pipeline waits least for unlike ones: long passes beside long ones."""
+    return tuple(sorted(micro_batches, key=lambda documents: -math.fsum([work(one.tokens) for one in documents])))
 
 
 def packed_by(setup: Setup, packer: str = "concatenated") -> Setup:

@@ -25,6 +25,10 @@ def step(**fields: Any) -> Setup:
 def test_packers_put_all_documents_into_micro_batches() -> None:
     found = {packer: micro_batches_of(packed_by(step(), packer).documents or ()) for packer in PACKERS}
     assert found["concatenated"] == ((4000, 96), (804, 700, 600, 500, 400, 300, 200, 300, 292))
+    assert found["heaviest-first"] == found["concatenated"]
+    reversed_ = micro_batches_of(packed_by(step(documents=DOCUMENTS[::-1]), "heaviest-first").documents or ())
+    assert reversed_ is not None
+    assert reversed_[0] == (96, 4000)  # the last one of those concatenated
     assert found["fixed-length"] == ((4000,), (900, 700, 600, 500, 400, 300, 300, 292))  # there is no room for 200
     by_work = found["wlb-llm"]
     assert by_work is not None
@@ -72,7 +76,7 @@ def test_every_packing_is_played_with_what_it_costs() -> None:
 @pytest.mark.parametrize(
     ("fields", "packer", "said"),
     [
-        ({}, "greedy", "unknown value of `pack` 'greedy': allowed are concatenated, fixed-length, wlb-llm"),
+        ({}, "greedy", "unknown value of `pack` 'greedy': allowed are concatenated, heaviest-first, fixed-length, wlb-llm"),
         ({"documents": None}, "wlb-llm", "`pack` wlb-llm puts documents into micro-batches: set `documents`"),
         ({"documents": (9000,)}, "concatenated", "9000 tokens do not fit into 2 micro-batches of 4096"),
         ({"documents": (4000,)}, "wlb-llm", "micro-batch 1 of 2 has no document: set fewer micro-batches"),

@@ -136,7 +136,8 @@ class Selection:
     wikipedia, wlb-llm) that a global batch is drawn from, which --pack puts into micro-batches."""
     pack: OptionalText = None
     """How --documents, which are then of the whole global batch, come into micro-batches of --seq tokens: concatenated
-    (by default), fixed-length (whole documents, balanced), or wlb-llm (by predicted seconds, of unlike lengths)."""
+    (by default), heaviest-first (the same, in that order), fixed-length (whole documents, balanced), or wlb-llm (by
+    predicted seconds, of unlike lengths)."""
     block_mask: OptionalText = None
     """Block-sparse attention: topk:SIZE:K (each block of SIZE queries keeps its own block of keys and K - 1 drawn
     ones), lambda:SIZE:FIRST:LAST (the first and the last ones), or FILE.toml with size and kept."""
