@@ -76,7 +76,11 @@ def test_every_packing_is_played_with_what_it_costs() -> None:
 @pytest.mark.parametrize(
     ("fields", "packer", "said"),
     [
-        ({}, "greedy", "unknown value of `pack` 'greedy': allowed are concatenated, heaviest-first, fixed-length, wlb-llm"),
+        (
+            {},
+            "greedy",
+            "unknown value of `pack` 'greedy': allowed are concatenated, heaviest-first, fixed-length, wlb-llm",
+        ),
         ({"documents": None}, "wlb-llm", "`pack` wlb-llm puts documents into micro-batches: set `documents`"),
         ({"documents": (9000,)}, "concatenated", "9000 tokens do not fit into 2 micro-batches of 4096"),
         ({"documents": (4000,)}, "wlb-llm", "micro-batch 1 of 2 has no document: set fewer micro-batches"),
