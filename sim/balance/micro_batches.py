@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,12 +72,18 @@ def packed_by(setup: Setup, packer: str = "concatenated") -> Setup:
     whole = setup.replace(documents=None).spelled_out()
     seq = tokens("seq", whole.seq)
     documents = drawn(setup.documents, whole.batch * seq, setup.seed, seq) or lengths_of(setup.documents)
-    found = PACKERS[packer](Packing(documents, whole.batch, seq, document_seconds(setup)))
-    return with_micro_batches(whole, found)
+    seconds = cache(lambda: document_seconds(setup))  # which some packers never ask for
+
+    def work(size: int) -> float:
+        return seconds()(size)
+
+    return with_micro_batches(whole, PACKERS[packer](Packing(documents, whole.batch, seq, work)))
 
 
 def with_micro_batches(setup: Setup, micro_batches: Sequence[MicroBatch]) -> Setup:
-    """Return a step of these micro-batches; raises InputError where one has no document."""
+    """Return a step of these micro-batches, whose documents are those of the sequence where there is one; raises
+    InputError where one has no document.
+    """
     for number, documents in enumerate(micro_batches):
         if not documents:
             raise InputError(
@@ -84,7 +91,8 @@ def with_micro_batches(setup: Setup, micro_batches: Sequence[MicroBatch]) -> Set
                 f"`documents`"
             )
     lengths = tuple([tuple([one.tokens for one in documents]) for documents in micro_batches])
-    return setup.replace(documents=lengths, batch=len(lengths), pad=setup.mask == "causal")
+    own = lengths if len(lengths) > 1 else lengths[0]
+    return setup.replace(documents=own, batch=len(lengths), pad=setup.mask == "causal")
 
 
 def is_distribution(documents: object) -> bool:
@@ -196,7 +204,8 @@ _FIGURES = (
 
 
 def _played(setup: Setup, packer: str, planner: str, work: Work) -> Played:
-    turns = micro_batches_of(setup.documents or ()) or ()
+    assert setup.documents is not None, "packers give each micro-batch some"
+    turns = micro_batches_of(setup.documents) or (lengths_of(setup.documents),)
     costs = {size: work(size) for size in {size for documents in turns for size in documents}}
     works = [math.fsum([costs[size] for size in documents]) for documents in turns]
     return Played(packer, planner, sharded_by(setup, planner).predicted(), max_over_mean(works))

@@ -50,6 +50,12 @@ def test_documents_are_drawn_by_the_seed() -> None:
     assert [sum(documents) for documents in one.documents or ()] == [4096, 4096]  # type: ignore[arg-type]
 
 
+def test_one_micro_batch_has_the_documents_of_the_sequence() -> None:
+    """Of any scope."""
+    found = packed_by(step(batch=1, documents="magi", pp_degree=1, gpus=2, scope="attention", layers=None, set={}))
+    assert sum(found.resolved().workload.documents or ()) == 4096
+
+
 def test_a_global_batch_is_of_all_replicas() -> None:
     """Each has the documents."""
     whole = step(gpus=8, dp_degree=2, batch=1, global_batch=4, set={})

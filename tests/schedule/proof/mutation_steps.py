@@ -110,7 +110,7 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
             padding=padding, documents=documents if draw.random() < 0.3 else msgspec.UNSET,
         )  # fmt: skip
         if draw.random() < 0.2:
-            workload = _unlike(draw, workload)
+            workload = unlike(draw, workload)
             chosen["micro_batches"] = batch
         entry = SCHEDULES[schedule]
         try:
@@ -127,7 +127,7 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
         return f"step of {schedule}, P = {ranks}, dp = {dp}, {of}, {told}", checked
 
 
-def _unlike(draw: Random, workload: Workload) -> Workload:
+def unlike(draw: Random, workload: Workload) -> Workload:
     """Return a workload whose sequences have documents of their own."""
     some = [draw.choice([(5, 11), (16,), (2, 2, 9, 3), (8,), (3, 5), (9, 3)]) for _ in range(workload.batch)]
     sequences = [PackedSequence(documents=one, padding=-sum(one) % 8) for one in some]
