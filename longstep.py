@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from experiments.evidence.executed.comparison import Comparison, compare
     from experiments.evidence.executed.execution import execute, verify
     from sim.balance.balance import balance
+    from sim.balance.micro_batches import balance_micro_batches, packed_by
     from sim.base.errors import InputError, LongstepError
     from sim.compare.crossover import crossover
     from sim.compare.explore import explore
@@ -48,16 +49,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer", "Comparison", "Diagnosis", "Explanation", "Extended", "Imported", "InputError", "LongstepError",
-    "Measured", "OwnSchedule", "Prediction", "Setup", "Table", "balance", "build", "cheapest", "cluster", "compare",
-    "crossover", "doctor", "execute", "explain", "explore", "extended", "fabric", "fewest_gpus", "fit", "imported",
-    "ladder", "longest_context", "machine_balance", "memory_prices", "mesh", "model", "names", "neighbours", "plan",
-    "predict", "profile", "roofline", "simulate", "sweep", "table", "verify", "what_helps", "winners", "workload",
+    "Measured", "OwnSchedule", "Prediction", "Setup", "Table", "balance", "balance_micro_batches", "build",
+    "cheapest", "cluster", "compare", "crossover", "doctor", "execute", "explain", "explore", "extended", "fabric",
+    "fewest_gpus", "fit", "imported", "ladder", "longest_context", "machine_balance", "memory_prices", "mesh",
+    "model", "names", "neighbours", "packed_by", "plan", "predict", "profile", "roofline", "simulate", "sweep",
+    "table", "verify", "what_helps", "winners", "workload",
 ]  # fmt: skip
 _HOMES = {
     "experiments.evidence.executed.comparison": ("Comparison", "compare"),
     "experiments.evidence.executed.execution": ("execute", "verify"),
     "sim.base.errors": ("InputError", "LongstepError"),
     "sim.balance.balance": ("balance",),
+    "sim.balance.micro_batches": ("balance_micro_batches", "packed_by"),
     "sim.compare.crossover": ("crossover",),
     "sim.diagnose.answer": ("Diagnosis",),
     "sim.diagnose.doctor": ("doctor",),

@@ -311,7 +311,7 @@ def _of_packing(found: _Packing) -> str:
     return (
         f"Over 4 data-parallel ranks WLB-LLM's packing lowers the imbalance of whole micro-batches from "
         f"{found.plain:.2f} to {found.balanced:.2f}, in less than {math.ceil(1e3 * found.packing_s)} ms a batch; "
-        f"published 1.44 to 1.05 in 8 to 23 ms (GPU seconds there, FLOPs of a 7B Llama here; stages are not simulated)."
+        f"published 1.44 to 1.05 in 8 to 23 ms (GPU seconds there, FLOPs of a 7B Llama here)."
     )
 
 

@@ -20,16 +20,14 @@ from experiments.verbs.shared.selection import listed
 from experiments.verbs.shared.terminal import answered, print_json, progress, tell, tell_assumed
 from experiments.verbs.shared.writes import Writes
 from sim.balance.balance import of_several
+from sim.balance.micro_batches import PACKERS, drawn, is_distribution
 from sim.balance.planners import PLANNERS
 from sim.base.errors import InputError
 from sim.base.files import require_outputs
-from sim.base.presets import preset_names, read_bytes
-from sim.base.units import FEW, length, seconds, size
+from sim.base.presets import read_bytes
+from sim.base.units import FEW, length, number, seconds, size
 from sim.batches.files import typed_lengths
-from sim.batches.lengths import draw, histogram
-from sim.setup.names import CLUSTER, MODEL, at_least_one, tokens
-
-DISTRIBUTIONS = "sim/batches/distributions"
+from sim.setup.names import CLUSTER, MODEL, at_least_one, cluster_spec, tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,13 @@ class Balance(Writes):
     column: str = "length"
     """Column of the file with the lengths."""
     seq: str = "128K"
-    """Tokens that are drawn from a distribution."""
+    """Tokens that are drawn from a distribution; with --pp-degree those of a micro-batch."""
+    pp_degree: OptionalInt = None
+    """Stages of a pipeline: then documents come into micro-batches, and each packing is played as a training step."""
+    micro_batches: OptionalInt = None
+    """Micro-batches of a step, by default two for each stage."""
+    pack: OptionalText = None
+    """Packers to compare there: concatenated, heaviest-first, fixed-length and wlb-llm; by default all."""
     mask: str = "causal"
     """What each document keeps of itself: causal, full, window:TOKENS, lambda:SINK:WINDOW, blockwise:SIZE:LOCAL[:SINK]
     or shared-question:ANSWERS:SHARE (DCP, arXiv:2510.10620)."""
@@ -53,13 +57,13 @@ class Balance(Writes):
     layout: OptionalText = None
     """FILE.txt with your layout: all positions of the batch as your framework shards them, equal parts per rank."""
     planners: OptionalText = None
-    """NAMEs, such as zigzag,dcp; by default all."""
+    """NAMEs, such as zigzag,dcp; by default all, with --pp-degree all-gather."""
     model: str = MODEL
     """NAME, FILE.toml, or a config.json of Hugging Face."""
     cluster: str = CLUSTER
     """NAME, a GPU such as H100, so many GPUs such as 16xH100, or FILE.toml."""
     gpus: OptionalInt = None
-    """Ranks that share the batch; by default one node."""
+    """Ranks that share the batch; by default one node. With --pp-degree of all stages, by default a node each."""
     dtype: OptionalText = None
     """fp64, fp32, bf16 or fp16; by default the model's."""
     profile: OptionalText = None
@@ -82,9 +86,14 @@ class Balance(Writes):
 
 def balance(command: Balance, console: Console) -> None:
     """Print what every planner gives the ranks; of the first one also rank by rank and hop by hop."""
+    if command.pp_degree is not None:
+        _pipeline(command, console)
+        return
     out = command.output(command.page, PAGE_FILE)
     require_outputs([out])
     at_least_one("seeds", command.seeds)
+    if command.micro_batches is not None or command.pack is not None:
+        raise InputError("`micro_batches` and `pack` are of pipelines: set `pp_degree`, or leave them out")
     setup = longstep.Setup(
         model=command.model, cluster=command.cluster, gpus=command.gpus, dtype=command.dtype, profile=command.profile,
         set=command.set, scope="attention", yes=command.yes,
@@ -135,7 +144,7 @@ def balance(command: Balance, console: Console) -> None:
 
 def _several(setup: longstep.Setup, planners: list[str], command: Balance, console: Console) -> None:
     """Print medians over several batches, with the least and the most."""
-    if not _drawn(command):
+    if not is_distribution(command.documents):
         raise InputError(f"`seeds` {command.seeds}: a file is one batch; leave it out, or name a distribution")
     if command.layout or command.page:
         raise InputError(f"`seeds` {command.seeds}: `layout` and `page` are of one batch; leave them out, or `seeds`")
@@ -180,6 +189,59 @@ def _several(setup: longstep.Setup, planners: list[str], command: Balance, conso
     tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 
+def _pipeline(command: Balance, console: Console) -> None:
+    """Print what a pipeline makes of the documents, by packer."""
+    if command.seeds > 1 or command.layout or command.page or command.execute or command.kernels_only:
+        raise InputError(
+            f"`pp_degree` {command.pp_degree} plays one step of each packer: leave out `seeds`, `layout`, `page`, "
+            f"`execute` and `kernels_only`"
+        )
+    stages = at_least_one("pp_degree", command.pp_degree or 0)
+    count = 2 * stages if command.micro_batches is None else at_least_one("micro_batches", command.micro_batches)
+    spec = cluster_spec(command.cluster)
+    gpus = command.gpus or spec.gpus_meant or stages * spec.gpus_per_node
+    beside = (f"schedule.micro_batches={count}",) if count > 1 else ()
+    setup = longstep.Setup(
+        "ring", model=command.model, cluster=command.cluster, gpus=gpus, pp_degree=stages, batch=count,
+        seq=command.seq, documents=_typed(command), mask=command.mask, dtype=command.dtype, profile=command.profile,
+        seed=command.seed, seeds=1, set=(*command.set, *beside), yes=command.yes,
+    )  # fmt: skip
+    tell_assumed(setup, console, json=command.json)
+    packers = list(PACKERS) if command.pack is None else listed(command.pack, "`pack`", "concatenated,wlb-llm")
+    planners = ["all-gather"] if command.planners is None else listed(command.planners, "`planners`", "dcp")
+    found = longstep.balance_micro_batches(setup, packers, planners)
+    if command.json:
+        print_json(answered(found), console)
+        return
+    console.print(found.answer, markup=False)
+    title = (
+        f"step of {command.model} in {stages} stages on {gpus} GPUs of {command.cluster}: {count} micro-batches of "
+        f"{command.seq} tokens, documents {command.documents}, mask {command.mask}"
+    )
+    console.print(_packers_table(title, found.rows))
+    tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
+
+
+def _typed(command: Balance) -> str | tuple[int, ...]:
+    """Return the name of a distribution, or the lengths that are listed or in a file."""
+    return command.documents if is_distribution(command.documents) else _documents(command, command.seed)
+
+
+def _packers_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    heads = ("packer", "over ranks", "step", "tokens/s/GPU", "slowest / mean", "bubbles", "uneven", "tokens", "longest")
+    about = "slowest / mean: predicted seconds of micro-batches; uneven: what of the bubbles equal ones would not have"
+    table = Table(*heads, title=title, title_justify="left", caption=about, caption_justify="left")
+    for row in rows:
+        if row["error"]:
+            table.add_row(row["packer"], row["planner"], *[""] * 6, row["error"])
+            continue
+        shares = [f"{100 * row[name]:.1f} %" for name in ("bubbles", "uneven")]
+        sizes = [length(row[name]) for name in ("tokens", "longest")]
+        rate, skew = number(row["tokens_per_s_per_gpu"], FEW), f"{row['imbalance']:.2f}"
+        table.add_row(row["packer"], row["planner"], _few(row["step_time_s"]), rate, skew, *shares, *sizes)
+    return table
+
+
 def _few(taken: float) -> str:
     return seconds(taken, FEW)
 
@@ -192,16 +254,10 @@ def _spread(rows: list[dict[str, Any]], name: str, shown: Callable[[float], str]
     return f"{shown(statistics.median(values))} ({shown(min(values))} to {shown(max(values))})"
 
 
-def _drawn(command: Balance) -> bool:
-    """Return whether documents are drawn from a distribution, not read."""
-    return command.documents in preset_names(DISTRIBUTIONS) or command.documents.endswith(".toml")
-
-
 def _documents(command: Balance, seed: int) -> tuple[int, ...]:
     """Return the lengths that are listed or in a file, or those drawn from a distribution."""
-    if _drawn(command):
-        return draw(histogram(command.documents), tokens("seq", command.seq), seed)
-    return typed_lengths(command.documents, command.column)
+    found = drawn(command.documents, tokens("seq", command.seq), seed)
+    return found or typed_lengths(command.documents, command.column)
 
 
 def _order(path: str | None) -> tuple[int, ...] | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import msgspec
 import torch
 
-from runtime.execution.reference import adamw, attention, layers, linear_attention, step
+from runtime.execution.reference import Sequences, adamw, attention, layers, linear_attention, step
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import Span, mask_of
@@ -161,7 +161,8 @@ def fill_inputs(
             else:  # that of another rank on this device
                 storage.write(port.view).copy_(storage.read(first))
             continue
-        own, drawn = slice(*port.batch[:2]), msgspec.structs.replace(workload, batch=port.batch.stop)
+        alone = workload.of_sequence(port.batch.start)
+        own, drawn = slice(*port.batch[:2]), msgspec.structs.replace(alone, batch=port.batch.stop)
         if port.tensor in {"ids", "labels"}:
             read = global_ids if port.tensor == "ids" else global_labels
             storage.write(port.view).copy_(torch.cat([read(span, drawn) for span in port.tokens], dim=1)[own])
@@ -206,13 +207,7 @@ def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
         x, dx = (global_activations(name, whole, workload).double() for name in ("x", "dx"))
         return layers(weights, x, dx if workload.backward else None, kinds, linear=linear)
     if workload.scope == "step":
-        losses, gradients = step(
-            weights,
-            global_ids(whole, workload),
-            global_labels(whole, workload),
-            kinds,
-            linear=linear,
-        )
+        losses, gradients = step(weights, _batches(workload), linear=linear)
         return {("loss", workload.layers): losses} | _updates(workload, gradients)
     q, dout = (global_tokens(name, whole, model.num_heads, workload).double() for name in ("q", "dout"))
     k, v = (global_tokens(name, whole, model.num_kv_heads, workload).double() for name in ("k", "v"))
@@ -222,6 +217,18 @@ def reference(workload: Workload) -> dict[tuple[str, int], torch.Tensor]:
         scale, cap = model.attention_scale or None, model.attention_softcap or None
         found = attention(q, k, v, dout, kinds[0][1], scale=scale, cap=cap)._asdict()
     return {(tensor, 0): value for tensor, value in found.items()}
+
+
+def _batches(workload: Workload) -> Iterator[Sequences]:
+    """Yield what a step has to learn from: all sequences at once, or one by one where they have documents of their
+    own.
+    """
+    for number in range(workload.batch if workload.sequences else 1):
+        alone = workload.of_sequence(number)
+        drawn = msgspec.structs.replace(alone, batch=number + 1) if workload.sequences else workload
+        whole, kinds = Span(0, alone.real_seq), [alone.of_layer(layer) for layer in range(alone.layers)]
+        ids, labels = (read(whole, drawn)[number:] for read in (global_ids, global_labels))
+        yield Sequences(ids, labels, [(one.model, mask_of(one)) for one in kinds])
 
 
 def _updates(workload: Workload, gradients: list[torch.Tensor]) -> dict[tuple[str, int], torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -123,14 +124,39 @@ def layers(
     return found
 
 
+class Sequences(NamedTuple):
+    """Sequences that are alike."""
+
+    ids: Tensor
+    """(B, S)."""
+    labels: Tensor
+    """(B, S)."""
+    kinds: list[Kind]
+    """Of each layer."""
+
+
 def step(
-    weights: list[dict[str, Tensor]], ids: Tensor, labels: Tensor, kinds: list[Kind], *, linear: bool
+    weights: list[dict[str, Tensor]], batches: Iterable[Sequences], *, linear: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss of each token (B, S) of a training step, and for their mean the gradients of each unit's weights,
     flat, one behind the other. The first of ``weights`` are the embedding's, the last ones the head's; of a model whose
-    embedding is its head, too, the first are both. Frozen ones are left out.
+    embedding is its head, too, the first are both. Frozen ones are left out. Losses of sequences of unlike lengths
+    stand in as many columns as the longest has.
     """
-    _learn(weights, kinds)
+    every = list(batches)
+    _learn(weights, every[0].kinds)
+    losses = [_losses(weights, one, linear=linear) for one in every]
+    labelled = sum([(one.labels != NO_LABEL).sum() for one in every])
+    (torch.stack([loss.sum() for loss in losses]).sum() / labelled).backward()
+    found = [list(_gradients(unit).values()) for unit in weights]
+    longest = max(loss.shape[1] for loss in losses)
+    whole = [torch.nn.functional.pad(loss.detach(), (0, longest - loss.shape[1])) for loss in losses]
+    return torch.cat(whole), [torch.cat([gradient.flatten() for gradient in unit]) for unit in found if unit]
+
+
+def _losses(weights: list[dict[str, Tensor]], sequences: Sequences, *, linear: bool) -> Tensor:
+    """Return the loss of each token of sequences that are alike."""
+    ids, labels, kinds = sequences
     first, *inner = weights
     model, _ = kinds[0]
     last = {**first, "w_head": first["w_embed"].T} if model.tied_embeddings else inner.pop()
@@ -139,10 +165,7 @@ def step(
         x = _layer(of_layer, x, *kind, linear=linear)
     logits = torch.nn.functional.rms_norm(x, (model.embed_dim,), last["norm"], model.norm_epsilon) @ last["w_head"]
     logits = _bent(logits * (model.logit_scale or 1), model.logit_softcap or None)
-    loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
-    (loss.sum() / (labels != NO_LABEL).sum()).backward()
-    found = [list(_gradients(unit).values()) for unit in weights]
-    return loss.detach(), [torch.cat([gradient.flatten() for gradient in unit]) for unit in found if unit]
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
 
 
 def _bent(x: Tensor, cap: float | None) -> Tensor:

@@ -37,16 +37,23 @@ def output_errors(checked: Checked, outputs: list[Outputs]) -> dict[str, float]:
     """Return the largest deviation of each output over all ranks, relative to that tensor's largest magnitude."""
     workload = checked.schedule.header.workload
     header = checked.schedule.header
-    sequences, members = workload.batch * header.mesh.dp, header.members
-    exact = reference(msgspec.structs.replace(workload, batch=sequences))
+    members = header.members
+    exact = reference(_of_all(workload, header.mesh.dp))
     worst: dict[str, float] = {}
     for program, held in zip(checked.schedule.programs, outputs, strict=True):
         for port, tensor in zip(program.outputs, held, strict=True):
             whole = exact[port.tensor, port.layer]
-            value, part = _real(tensor, port, workload), _part(whole, port, workload, members)
+            own = workload.of_sequence(port.batch.start)
+            value, part = _real(tensor, port, own), _part(whole, port, own, members)
             error = relative_error(value, part, whole) if part.numel() else 0.0
             worst[port.name] = max(worst.get(port.name, 0.0), error)
     return worst
+
+
+def _of_all(workload: Workload, replicas: int) -> Workload:
+    """Return the workload of the sequences of all replicas."""
+    sequences = workload.sequences * replicas if workload.sequences else msgspec.UNSET
+    return msgspec.structs.replace(workload, batch=workload.batch * replicas, sequences=sequences)
 
 
 def _part(whole: torch.Tensor, port: Port, workload: Workload, members: int) -> torch.Tensor:

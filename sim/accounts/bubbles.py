@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sim.accounts.memory import MemoryWalk
 from sim.accounts.trace import Times, Trace
@@ -54,20 +56,45 @@ def bubbles_s(trace: Trace, header: Header) -> Times:
     (ranks,). It waits for what they hand on, and at the end for their part of sums over all stages, as the norm of
     gradients.
     """
+    of_ops, ranks = _of_ops(trace, header), pairwise(trace.ops.starts)
+    waits = [_waits(trace, *of_ops, slice(first, last)) for first, last in ranks]
+    return np.array([np.sum(wait.lasts_s[wait.waits]) for wait in waits])
+
+
+def waited_s(trace: Trace, header: Header, at: int, times: Times) -> Times:
+    """Return the seconds in which a rank, whose place in the trace is given, has waited so until some times."""
+    wait = _waits(trace, *_of_ops(trace, header), slice(*trace.ops.starts[at : at + 2]))
+    waited = np.concatenate([[0.0], np.cumsum(np.where(wait.waits, wait.lasts_s, 0.0))])
+    found: Times = np.interp(times, wait.at_s, waited)
+    return found
+
+
+class _Waits(NamedTuple):
+    """When a rank begins or ends to wait, or to do something else."""
+
+    at_s: Times
+    lasts_s: Times
+    """From each of these times to the next one."""
+    waits: NDArray[np.bool_]
+    """Whether it does nothing but wait meanwhile."""
+
+
+def _of_ops(trace: Trace, header: Header) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return which ops are between stages, and which do something else than wait."""
     ops, over_stages = trace.ops, {one.name for one in header.communicators if _spans_stages(one, header.mesh)}
     is_link = np.array([stream in over_stages for stream in ops.streams], bool)
-    works = np.array([KINDS[kind].meta.activity != "synchronisation" for kind in ops.kinds], bool)
-    found = []
-    for first, last in pairwise(ops.starts):
-        own = slice(first, last)
-        posted_s, begun_s, ended_s = trace.posted_s[own], trace.begun_s[own], trace.ended_s[own]
-        waits, busy = is_link[own], works[own]
-        at = np.concatenate([posted_s[waits], begun_s[waits], begun_s[busy], ended_s[busy]])
-        changes = np.repeat([[1, 0], [-1, 0], [0, 1], [0, -1]], [waits.sum()] * 2 + [busy.sum()] * 2, axis=0)
-        order = at.argsort(kind="stable")
-        waiting, working = np.cumsum(changes[order], axis=0).T
-        found.append(np.sum(np.diff(at[order])[((waiting > 0) & (working == 0))[:-1]]))
-    return np.array(found)
+    return is_link, np.array([KINDS[kind].meta.activity != "synchronisation" for kind in ops.kinds], bool)
+
+
+def _waits(trace: Trace, is_link: NDArray[np.bool_], works: NDArray[np.bool_], own: slice) -> _Waits:
+    """Return when a rank with some ops waits."""
+    posted_s, begun_s, ended_s = trace.posted_s[own], trace.begun_s[own], trace.ended_s[own]
+    waits, busy = is_link[own], works[own]
+    at = np.concatenate([posted_s[waits], begun_s[waits], begun_s[busy], ended_s[busy]])
+    changes = np.repeat([[1, 0], [-1, 0], [0, 1], [0, -1]], [waits.sum()] * 2 + [busy.sum()] * 2, axis=0)
+    order = at.argsort(kind="stable")
+    waiting, working = np.cumsum(changes[order], axis=0).T
+    return _Waits(at[order], np.diff(at[order]), ((waiting > 0) & (working == 0))[:-1])
 
 
 def _spans_stages(communicator: Communicator, mesh: Mesh) -> bool:

@@ -33,7 +33,7 @@ class Footprint(msgspec.Struct, frozen=True, kw_only=True):
 
 def footprint(header: Header) -> Footprint:
     """Return what the formulas say of a training step: of the stage of a pipeline that has most of each."""
-    workload, options = header.workload, _options(header)
+    workload, options = header.workload, options_of(header)
     stages, mesh = Stages(header.mesh, workload, options), header.mesh
     shards = next((len(one.groups[0]) for one in header.communicators if one.name == "weights"), 1)
     held, share = [], Share(workload.model, 0, header.members)
@@ -45,10 +45,11 @@ def footprint(header: Header) -> Footprint:
     tokens = sequences * workload.seq // (mesh.sharing * (mesh.tp if options.tp_sequence else 1))
     layer = tokens * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
     most = max(stages.layers_in_flight(stage) for stage in range(mesh.pp))
-    return Footprint(states_bytes=max(held), saved_bytes=most * layer if options.checkpoint == "full" else None)
+    known = options.checkpoint == "full" and not workload.sequences
+    return Footprint(states_bytes=max(held), saved_bytes=most * layer if known else None)
 
 
-def _options(header: Header) -> LayerOptions:
+def options_of(header: Header) -> LayerOptions:
     """Return the options of layers that a schedule has."""
     names = [field.name for field in dataclasses.fields(LayerOptions)]
     return LayerOptions(**{name: header.options[name] for name in names if name in header.options})

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from sim.balance.planners import MOST_TASKS, PLANNERS, Asked, asked_of, playing
+from sim.balance.planners import MOST_TASKS, PLANNERS, Asked, asked_of, playing, playing_each
 from sim.base.errors import InputError
 from sim.batches.batch import Batch, batch
+from sim.batches.planned import Planned
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Build
 from sim.schedule.methods.planned import PlannedOptions
 from sim.setup.effort import require_few
-from sim.setup.names import kept, lengths_of, texts
+from sim.setup.names import kept, lengths_of, micro_batches_of, texts
 from sim.setup.setup import Setup
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
@@ -45,15 +46,21 @@ def planned_schedules(setup: Setup, ranks: int) -> list[Build]:
 
 
 def planned_by(setup: Setup) -> Setup:
-    """Return a setup whose schedule plays what the planner of that name makes of the documents. Raises InputError
-    without documents, and where the planner refuses.
+    """Return a setup whose schedule plays what the planner of that name makes of the documents; where each micro-batch
+    has its own, of each of them. Raises InputError without documents, and where the planner refuses.
     """
     name = str(setup.schedule)
     if setup.documents is None:
         raise InputError(f"`schedule` {name} plans documents: set `documents`")
-    mesh = setup.replace(schedule="ring").resolved().mesh
-    require_few([name], len(lengths_of(setup.documents)), mesh.ring, yes=setup.yes)
-    return setup.replace(schedule=playing(PLANNERS[name](*_asked(setup, mesh.ring))._replace(planner=name)))
+    ranks = setup.replace(schedule="ring").resolved().mesh.ring
+    each = dict.fromkeys(micro_batches_of(setup.documents) or (lengths_of(setup.documents),))
+    made: dict[tuple[int, ...], Planned] = {}
+    for documents in each:
+        require_few([name], len(documents), ranks, yes=setup.yes)
+        made[documents] = PLANNERS[name](*_asked(setup.replace(documents=documents), ranks))._replace(planner=name)
+    if len(made) == 1:
+        return setup.replace(schedule=playing(*made.values()))
+    return setup.replace(schedule=playing_each(made))
 
 
 def _asked(setup: Setup, ranks: int) -> tuple[Batch, Asked]:
@@ -63,7 +70,7 @@ def _asked(setup: Setup, ranks: int) -> tuple[Batch, Asked]:
     beside = [text for text in texts(setup.set) if not text.startswith("schedule.")]
     alone = setup.replace(
         gpus=ranks, nodes=None, dp_degree=1, pp_degree=1, tp_degree=1, ulysses_degree=None, ring_degree=None,
-        cp=None, layers=None, schedule="ring", global_batch=None,
+        cp=None, layers=None, schedule="ring", global_batch=None, batch=1,
     )  # fmt: skip
     return packed, asked_of(dataclasses.replace(alone, set=beside), packed)
 

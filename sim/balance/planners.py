@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,9 +143,19 @@ def playing(found: Planned) -> Callable[..., Schedule]:
     """Return the builder of the schedule that plays a plan: over gathered keys where its planner gathers them, else by
     messages of the blocks that tasks need, as those do of which ranks have no tokens, or every other one.
     """
-    whole = all(tokens and all(span.step == 1 for span in tokens) for tokens in found.plan.layout)
-    play = gathered if found.transport == "all-gather" and whole else planned
+    play = gathered if _gathers(found) else planned
     return play(found.plan, found.planner)
+
+
+def playing_each(found: Mapping[tuple[int, ...], Planned]) -> Callable[..., Schedule]:
+    """Return the same of micro-batches with documents of their own, by these."""
+    play = gathered if all(map(_gathers, found.values())) else planned
+    return play({documents: one.plan for documents, one in found.items()}, next(iter(found.values())).planner)
+
+
+def _gathers(found: Planned) -> bool:
+    whole = all(tokens and all(span.step == 1 for span in tokens) for tokens in found.plan.layout)
+    return found.transport == "all-gather" and whole
 
 
 PLANNERS: dict[str, Callable[[Batch, Asked], Planned]] = {

@@ -19,7 +19,8 @@ from sim.base.presets import load_toml
 Sample = Callable[[np.random.Generator, int], NDArray[np.int64]]
 """Draws so many lengths, each 1 or more."""
 
-_FOLDER = "sim/batches/distributions"
+FOLDER = "sim/batches/distributions"
+"""Of the histograms that ship."""
 
 
 class Bin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +54,7 @@ def histogram(name: str) -> Sample:
     Within a bin the density is a power of the length: the one whose mean is that of the bin's documents where the
     source has shares of tokens, else equal shares of every octave. Raises InputError for an unknown name or a bad file.
     """
-    found = load_toml("length distribution", name, Histogram, _FOLDER, "`lengths`")
+    found = load_toml("length distribution", name, Histogram, FOLDER, "`lengths`")
     share = np.array([one.documents for one in found.bins])
     edges = [(one.at_least - 0.5, one.at_most + 0.5) for one in found.bins]  # rounding fills both halves
     powers = [_power(found, one) for one in found.bins]

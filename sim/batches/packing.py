@@ -164,31 +164,6 @@ def token_delay(packed: Sequence[Packed]) -> float:
     return late / total if total else 0.0
 
 
-def pipeline_bound_s(forward_s: Sequence[float], backward_s: Sequence[float], stages: int) -> float:
-    """Return a bound, not a simulation: seconds that a 1F1B pipeline takes at least for micro-batches of these seconds
-    per stage, in this order, every stage alike.
-
-    A way through the pipeline: forwards on the first stage up to micro-batch i, i through all stages, both passes of
-    i … k on the last stage, k back through all, backwards on the first stage after k. The longest such way; with equal
-    micro-batches it is the time of 1F1B, (m + p - 1)(f + b) (arXiv:2104.04473 §2.2).
-
-    >>> pipeline_bound_s([1.0] * 4, [2.0] * 4, stages=4)
-    21.0
-    """
-    if stages < 1 or not forward_s or len(forward_s) != len(backward_s):
-        raise InputError(
-            f"`stages` {stages}, {len(forward_s)} forward and {len(backward_s)} backward times: expected 1 stage or "
-            f"more, and as many times of both"
-        )
-    forward, backward = np.array(forward_s), np.array(backward_s)
-    before = np.cumsum(forward) - forward
-    after = backward.sum() - np.cumsum(backward)
-    both = np.concatenate([[0.0], np.cumsum(forward + backward)])
-    begin = before + (stages - 1) * forward - both[:-1]
-    end = after + (stages - 1) * backward + both[1:]
-    return float((np.maximum.accumulate(begin) + end).max())
-
-
 def _require(documents: Sequence[int], num_micro_batches: int, longest: int) -> None:
     require_lengths(list(documents))
     if num_micro_batches < 1:

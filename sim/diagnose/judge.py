@@ -89,7 +89,7 @@ class Judge:
         self.setup, self.measured, self.base = setup, measured, base
         self.found = setup.resolved()
         workload = self.found.workload
-        tokens = self.found.mesh.dp * workload.batch * workload.real_seq
+        tokens = self.found.mesh.dp * workload.num_real_tokens
         self.step_s = measured.step_s(tokens, self.found.mesh.size)
         if self.step_s is None:
             self.step_s = measured.by_mfu_s(base)

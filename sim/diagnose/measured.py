@@ -96,7 +96,7 @@ def findings_of_figures(measured: Measured, step_s: float | None, base: Predicti
 def _rates(measured: Measured, step_s: float, found: Configuration) -> list[str]:
     """Return how tokens/s were counted, if a step time stands beside them."""
     size, cp = found.mesh.size, found.mesh.sharing
-    of_job = found.mesh.dp * found.workload.batch * found.workload.real_seq / step_s
+    of_job = found.mesh.dp * found.workload.num_real_tokens / step_s
     said = []
     for value, meant, name in (
         (measured.tokens_per_s, of_job, "tokens/s"),

@@ -199,7 +199,7 @@ def _filled(some: Sequence[Weighed], other: Sequence[Weighed]) -> list[Weighed |
 
 
 def _tokens(found: Configuration) -> int:
-    return found.mesh.dp * found.workload.batch * found.workload.real_seq
+    return found.mesh.dp * found.workload.num_real_tokens
 
 
 def longest_by_few(setup: Setup, free_bytes: int, near: int | None = None) -> int | None:

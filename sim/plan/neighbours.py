@@ -69,7 +69,7 @@ def _row(change: str, found: Prediction, base: Prediction) -> dict[str, Any]:
 
 def _tokens(found: Prediction) -> int:
     header = found.checked.schedule.header
-    return header.mesh.dp * header.workload.batch * header.workload.real_seq
+    return header.mesh.dp * header.workload.num_real_tokens
 
 
 def steps(setup: Setup) -> Iterator[Step]:

@@ -207,7 +207,7 @@ def _rows(found: list[Played], prices: Mapping[Any, float]) -> list[dict[str, An
         workload = setup.resolved().workload
         assert setup.gpus is not None
         assert room is not None
-        rate = workload.batch * workload.real_seq / (one.step_s / setup.dp_degree) / setup.gpus
+        rate = workload.num_real_tokens / (one.step_s / setup.dp_degree) / setup.gpus
         price = prices.get(setup.cluster)
         held = {limit.memory: limit.held_bytes for limit in room.limits}
         row = {

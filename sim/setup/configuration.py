@@ -30,6 +30,16 @@ from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 
 
+def _filled(workload: Workload, error: LengthError) -> Workload:
+    """Return a workload whose sequences have the lengths that a layout wants."""
+    if not workload.sequences:
+        return msgspec.structs.replace(workload, seq=error.above, padding=error.above - workload.seq)
+    sequences = tuple(
+        [msgspec.structs.replace(one, padding=one.padding + -one.seq % error.multiple) for one in workload.sequences]
+    )
+    return msgspec.structs.replace(workload, sequences=sequences, seq=max(one.seq for one in sequences))
+
+
 @dataclass(frozen=True)
 class Configuration:
     """What a setup stands for."""
@@ -79,14 +89,18 @@ class Configuration:
         return check(on_one_device(checked)) if self.one_device else checked
 
     def padded(self) -> Configuration:
-        """Return it with as many tokens of padding as the schedule needs."""
-        try:
-            self.built(ranks=1, share=1.0)
-        except LengthError as error:
-            padding = error.above - self.workload.seq
-            workload = msgspec.structs.replace(self.workload, seq=error.above, padding=padding)
-            return dataclasses.replace(self, workload=workload)
-        return self
+        """Return it with as many tokens of padding as the schedule needs; of sequences with documents of their own each
+        by itself.
+        """
+        found = self
+        for _ in range(len(self.workload.forms)):
+            try:
+                found.built(ranks=1, share=1.0)
+            except LengthError as error:
+                found = dataclasses.replace(found, workload=_filled(found.workload, error))
+            else:
+                break
+        return found
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -108,6 +122,9 @@ class Configuration:
         length = f"S {w.seq}" + (f" ({w.padding} of them padding)" if w.padding else "")
         mask = Kept(w.mask, w.window, w.pattern or None).name
         mask += f", {len(w.document_lengths)} documents" if len(w.document_lengths) > 1 else ""
+        if w.sequences:
+            length = f"S {min(one.seq for one in w.sequences)} to {w.seq}"
+            mask += f", {sum(len(one.documents) for one in w.sequences)} documents"
         return (
             f"{self._schedule_title}, {scope} of {w.model.name}, {w.passes}: {length}, B {w.batch}, {w.dtype}, {mask}, "
             f"{ranks} {self.spec.gpu.name} ({self.spec.name})"

@@ -204,7 +204,7 @@ def sizes_of(asked: Asked) -> Sizes:
         chunks=max(1, workload.seq // chunk) if isinstance(chunk, int) and chunk > 0 else 1,
         layers=1 if workload.scope == "attention" else -(-workload.layers // asked.mesh.pp),
         micro_batches=getattr(options, "micro_batches", 1) if step else 1,
-        documents=len(workload.documents) if workload.documents else 0,
+        documents=max(len(form.documents or ()) for form in workload.forms),
     )
 
 
@@ -242,7 +242,7 @@ def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, Likeness]:
     batch = max(1, work.batch // now.micro_batches) * sizes.micro_batches
     workload = msgspec.structs.replace(
         work, seq=tokens * sizes.chunks * sizes.ring, padding=0, batch=batch, layers=sizes.layers,
-        documents=msgspec.UNSET, pattern=msgspec.UNSET, block_mask=msgspec.UNSET,
+        documents=msgspec.UNSET, sequences=msgspec.UNSET, pattern=msgspec.UNSET, block_mask=msgspec.UNSET,
     )  # fmt: skip
     if now.micro_batches != sizes.micro_batches:
         options = dataclasses.replace(options, micro_batches=sizes.micro_batches)
@@ -341,7 +341,8 @@ def _less(told: Estimate) -> Iterator[str]:
             if (taken := told.at(sizes._replace(**{axis: at}))).is_small:
                 yield f"{named[axis](at)} would take {_time(taken.seconds)}"
                 break
-    for scope in ("layer", "attention") if asked.workload.scope == "step" else ():
+    narrower = asked.workload.scope == "step" and not asked.workload.sequences
+    for scope in ("layer", "attention") if narrower else ():
         work = msgspec.structs.replace(asked.workload, scope=scope, layers=1)
         narrow = estimate(asked._replace(workload=work), told.ranks, told.share)
         if narrow and (taken := narrow.at(sizes_of(narrow.asked))).is_small:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 
@@ -24,7 +24,17 @@ from sim.setup.stacks import STACKS
 from sim.software.software import software_names
 from sim.words.mesh import AXES, Axis, Mesh
 from sim.words.profile import Profile, load_profile, profile_names
-from sim.words.workload import FLOATS, BlockMask, ModelSpec, Pass, Scope, Workload, load_model, parse_length
+from sim.words.workload import (
+    FLOATS,
+    BlockMask,
+    ModelSpec,
+    PackedSequence,
+    Pass,
+    Scope,
+    Workload,
+    load_model,
+    parse_length,
+)
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec
 
@@ -170,6 +180,10 @@ def profile(name: str | Path | Profile) -> Profile:
     return _expected("profile", load_profile(found) if isinstance(found, str) else found, Profile)
 
 
+Documents = str | Sequence[int] | Sequence[Sequence[int]]
+"""Lengths that all sequences share, or a list of them for each micro-batch."""
+
+
 def workload(
     model: str | Path | ModelSpec,
     seq: int | str,
@@ -182,12 +196,13 @@ def workload(
     layers: int | None = None,
     passes: str = "both",
     seed: int = 0,
-    documents: str | Sequence[int] | None = None,
+    documents: Documents | None = None,
     block_mask: str | BlockMask | None = None,
 ) -> Workload:
     """Return what is to be computed; lengths in tokens take K = 1024 and M = 1024^2; ``dtype`` is by default the
     model's, and so are the ``layers`` of a step. ``documents`` are packed into each sequence, which is as long as they:
-    their lengths, or a file with them. ``mask`` and ``block_mask``: see ``Setup``.
+    their lengths, or a file with them; or those of each micro-batch, of which there are ``batch`` then. ``mask`` and
+    ``block_mask``: see ``Setup``.
 
     >>> workload("llama3-8b", "128K").dtype
     'bf16'
@@ -207,7 +222,12 @@ def workload(
         "passes": one_of("passes", passes, PASSES),
         "seed": _expected("seed", plain(seed), int),
     }
-    if documents is not None:
+    turns = None if documents is None else micro_batches_of(documents)
+    if turns is not None:
+        sequences = tuple([PackedSequence(documents=lengths) for lengths in turns])
+        longest = max(one.seq for one in sequences)
+        fields |= {"sequences": sequences, "seq": longest, "batch": len(turns) if batch == 1 else batch}
+    elif documents is not None:
         lengths = lengths_of(documents)
         fields["seq"] = sum(lengths)
         fields |= {"documents": lengths} if len(lengths) > 1 else {}
@@ -225,12 +245,32 @@ def kept(mask: str, window: int | str | None = None) -> Kept:
     return kept_of(mask, None if window is None else tokens("window", window))
 
 
-def lengths_of(documents: str | Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths of documents: given as such, as a text such as 5000,3000,192, or in a file.
+def micro_batches_of(documents: Documents) -> tuple[tuple[int, ...], ...] | None:
+    """Return the lengths of the documents of each micro-batch, where these are told apart; None where all share them.
+
+    >>> micro_batches_of("5000,3000; 8192"), micro_batches_of("5000,3000")
+    (((5000, 3000), (8192,)), None)
+    """
+    if isinstance(documents, str):
+        parts: Sequence[str | int | Sequence[int]] = documents.split(";") if ";" in documents else ()
+    else:
+        parts = documents if any(isinstance(one, Sequence) for one in documents) else ()
+    if not parts:
+        return None
+    if not all(isinstance(one, Sequence) for one in parts):
+        raise InputError(f"`documents` {documents}: expected lengths alone, or a list of them for each micro-batch")
+    return tuple([lengths_of(cast("str | Sequence[int]", one)) for one in parts])
+
+
+def lengths_of(documents: Documents) -> tuple[int, ...]:
+    """Return the lengths of documents: given as such, as a text such as 5000,3000,192, or in a file. Raises InputError
+    for those of several micro-batches.
 
     >>> lengths_of("5000, 192")
     (5000, 192)
     """
+    if micro_batches_of(documents) is not None:
+        raise InputError("`documents` of each micro-batch: expected those that all sequences share")
     if isinstance(documents, str):
         return typed_lengths(documents)
     found = tuple(plain(size) for size in documents)

@@ -100,9 +100,10 @@ class Setup:
     (``sim.words.patterns``)."""
     window: int | str | None = None
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
-    documents: str | tuple[int, ...] | None = None
+    documents: str | tuple[int, ...] | tuple[tuple[int, ...], ...] | None = None
     """Tokens of each document packed into a sequence, which is as long as all: (5000, 3000, 192), a text with these, or
-    FILE.txt, .jsonl or .parquet with lengths."""
+    FILE.txt, .jsonl or .parquet with lengths. Or such lengths for each micro-batch of a replica: ((5000, 3000),
+    (8192,)), or the text 5000,3000;8192. Then ``batch`` and micro-batches are as many."""
     block_mask: str | BlockMask | None = None
     """Block-sparse attention of what mask and window keep: ``topk:SIZE:K``, ``lambda:SIZE:FIRST:LAST``, FILE.toml, or
     the blocks themselves."""
@@ -151,7 +152,8 @@ class Setup:
         for name, value in vars(self).items():
             object.__setattr__(self, name, names.plain(value))
         if isinstance(self.documents, Sequence) and not isinstance(self.documents, str):
-            object.__setattr__(self, "documents", tuple(self.documents))
+            own = [tuple(one) if isinstance(one, Sequence) else one for one in self.documents]
+            object.__setattr__(self, "documents", tuple(own))
         if isinstance(self.set, Mapping):
             object.__setattr__(self, "set", dict(self.set))
         elif isinstance(self.set, Sequence) and not isinstance(self.set, str):
@@ -180,6 +182,8 @@ class Setup:
         """
         if self.cp is not None or self.global_batch is not None:
             return self.spelled_out().resolved()
+        if (turns := self._in_turns()) is not self:
+            return turns.resolved()
         self._require_types()
         overrides = _overrides(self.set)
         model = self.model_spec
@@ -269,10 +273,14 @@ class Setup:
         if self.cp is not None:
             return self.without_cp().spelled_out()
         if self.global_batch is None:
-            return self
+            return self._in_turns()
         self._require_types()
         if self.scope != "step":
             raise InputError(f"`global_batch` {self.global_batch} is of training steps: set `scope` step")
+        if self.documents is not None and names.micro_batches_of(self.documents):
+            raise InputError(
+                f"`global_batch` {self.global_batch}, and `documents` of each micro-batch of a replica: leave it out"
+            )
         sequences = sequences_of(self.global_batch, self.sequence_length)
         entry, overrides = names.entry(self.played), _overrides(self.set)
         spec = names.changed_cluster(names.cluster_spec(self.cluster), overrides["cluster"], "`set` cluster.")
@@ -285,10 +293,29 @@ class Setup:
         found = self.replace(global_batch=None, gpus=gpus, dp_degree=mesh.dp, batch=each)
         return found.replace(set=turns) if turns else found
 
+    def _in_turns(self) -> Setup:
+        """Return it with a sequence and a micro-batch for each list of documents; itself where it has these, or one of
+        all. Raises InputError where it has another number of sequences.
+        """
+        turns = None if self.documents is None else names.micro_batches_of(self.documents)
+        if turns is None:
+            return self
+        count = len(turns)
+        if self.batch not in {1, count}:
+            raise InputError(f"`batch` {self.batch}, and `documents` of {count} micro-batches: leave out `batch`")
+        given = _overrides(self.set)["schedule"]
+        told = count == 1 or not self._has_turns(names.entry(self.played), given)
+        if self.batch == count and told:
+            return self
+        return self.replace(batch=count, set={} if told else {"schedule.micro_batches": count})
+
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sequence: of its documents, where it has some."""
-        return names.tokens("seq", self.seq) if self.documents is None else sum(names.lengths_of(self.documents))
+        """Tokens of a sequence: of its documents, where it has some; of several micro-batches of the longest."""
+        if self.documents is None:
+            return names.tokens("seq", self.seq)
+        turns = names.micro_batches_of(self.documents)
+        return max(map(sum, turns)) if turns else sum(names.lengths_of(self.documents))
 
     def _has_turns(self, entry: Entry, given: list[tuple[str, str]]) -> bool:
         """Return whether its schedule has micro-batches of which nothing is set."""

@@ -186,6 +186,20 @@ def _shortened(blocks: tuple[int, ...]) -> str:
     return f"[{few}{', …' if len(blocks) > 8 else ''}]"
 
 
+class PackedSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, cache_hash=True):
+    """What one sequence of a batch holds, where each has documents of its own."""
+
+    documents: Annotated[tuple[int, ...], Meta(min_length=1)]
+    """Tokens of each document, in order."""
+    padding: Annotated[int, Meta(ge=0)] = 0
+    """How many tokens behind them only fill up the layout."""
+
+    @property
+    def seq(self) -> int:
+        """Tokens of the sequence."""
+        return sum(self.documents) + self.padding
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step's work of one context-parallel group; data-parallel replicas have sequences of their own each."""
 
@@ -201,6 +215,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tokens of each document of a packed sequence, in order; all sequences share them. No token attends to another
     document, positions restart in each, and its last token has no label. Unset where there is one: then it is not in
     the JSON of schedules, whose hashes are those of before there were documents."""
+    sequences: tuple[PackedSequence, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of a batch whose sequences have documents of their own, and may differ in length, what each holds; replicas have
+    the same. ``seq`` is then the longest, and each is a micro-batch. Unset where all are alike."""
     block_mask: BlockMask | msgspec.UnsetType = msgspec.UNSET
     """Of what ``mask`` and ``window`` keep, the blocks that are kept. Unset where it is all of it."""
     pattern: Pattern | msgspec.UnsetType = msgspec.UNSET
@@ -234,6 +251,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"tokens may be padding, since no other sees them; set `mask` causal, or a `seq` that divides"
             )
         self._require_documents()
+        self._require_sequences()
         self._require_block_mask()
         self._require_pattern()
         if self.scope == "layer" and self.passes == "backward":
@@ -256,6 +274,29 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 f"`documents` have {sum(self.documents)} tokens in all: expected the {self.real_seq} of the sequence; "
                 f"set `seq` to their sum"
             )
+
+    def _require_sequences(self) -> None:
+        """Raise InputError for sequences that are not those of the batch, or beside what is of all of them."""
+        if self.sequences is msgspec.UNSET:
+            return
+        if self.scope != "step" or self.attention is not msgspec.UNSET:
+            raise InputError(
+                "`documents` of each micro-batch are of training steps with softmax attention: set `scope` step, or "
+                "documents that all sequences share"
+            )
+        if self.documents is not msgspec.UNSET or self.padding or self.block_mask is not msgspec.UNSET:
+            raise InputError("`sequences` have documents and padding of their own: leave out those of all, and blocks")
+        for number, one in enumerate(self.sequences):
+            if any(size < 1 for size in one.documents):
+                raise InputError(f"`documents` {one.documents} of micro-batch {number}: expected 1 token or more each")
+        longest = max(one.seq for one in self.sequences) if self.sequences else 0
+        if (len(self.sequences), longest) != (self.batch, self.seq):
+            raise InputError(
+                f"{len(self.sequences)} sequences of up to {longest} tokens: expected the {self.batch} of the `batch`, "
+                f"of up to {self.seq}"
+            )
+        for form in self.forms:
+            form.__post_init__()
 
     def _require_block_mask(self) -> None:
         """Raise InputError for a block mask of another length, or beside what it is not combined with."""
@@ -292,6 +333,19 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         count = self.layers if layers is None else layers
         return tuple([(self.of_layer(one), len(range(one, count, period))) for one in range(period)])
 
+    def of_sequence(self, number: int) -> Workload:
+        """Return the workload of one sequence of the global batch: itself where all are alike."""
+        return self.forms[self.form_of(number)] if self.sequences else self
+
+    @property
+    def forms(self) -> tuple[Workload, ...]:
+        """The workloads of sequences that differ, each once; itself where all are alike."""
+        return tuple([_of_packed(self, one) for one in dict.fromkeys(self.sequences)]) if self.sequences else (self,)
+
+    def form_of(self, number: int) -> int:
+        """Return which of these forms a sequence of the global batch has."""
+        return _forms(self.sequences)[number % self.batch] if self.sequences else 0
+
     @property
     def has_window(self) -> bool:
         """Whether some layers have a window."""
@@ -308,8 +362,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.seq - self.padding
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences of one group."""
+        return sum([one.seq for one in self.sequences]) if self.sequences else self.batch * self.seq
+
+    @property
+    def num_real_tokens(self) -> int:
+        """Those of them that are not padding."""
+        return sum([sum(one.documents) for one in self.sequences]) if self.sequences else self.batch * self.real_seq
+
+    @property
     def num_labels(self) -> int:
         """Tokens of one group that have a next one to predict."""
+        if self.sequences:
+            return self.num_real_tokens - sum([len(one.documents) for one in self.sequences])
         return self.batch * (self.real_seq - len(self.document_lengths))
 
     @property
@@ -321,6 +387,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def backward(self) -> bool:
         """Whether the backward pass is part of the schedule."""
         return self.passes != "forward"
+
+
+@lru_cache(maxsize=256)
+def _forms(sequences: tuple[PackedSequence, ...]) -> tuple[int, ...]:
+    """Return which of those that differ each sequence is."""
+    found = {one: number for number, one in enumerate(dict.fromkeys(sequences))}
+    return tuple([found[one] for one in sequences])
+
+
+@lru_cache(maxsize=4096)
+def _of_packed(workload: Workload, one: PackedSequence) -> Workload:
+    documents = one.documents if len(one.documents) > 1 else msgspec.UNSET
+    return msgspec.structs.replace(
+        workload, seq=one.seq, batch=1, sequences=msgspec.UNSET, documents=documents, padding=one.padding
+    )
 
 
 @lru_cache(maxsize=256)

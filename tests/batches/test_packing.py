@@ -18,7 +18,6 @@ from sim.batches.packing import (
     concatenated,
     fixed_length,
     imbalance,
-    pipeline_bound_s,
     token_delay,
     transformer_work,
 )
@@ -115,58 +114,8 @@ def test_imbalance_falls_as_in_the_table_of_wlb_llm() -> None:
         (lambda: by_work([3], 1, 0, squared), "0 tokens of a micro-batch"),
         (lambda: by_work([3], 1, 9, squared, waiting=Waiting(thresholds=(5, 5))), "expected rising"),
         (lambda: concatenated([30, 1], 3, 10), "31 tokens do not fit into 3 micro-batches of 10"),
-        (lambda: pipeline_bound_s([1.0], [], 2), "1 forward and 0 backward times"),
     ],
 )
 def test_bad_input_is_refused(call: object, said: str) -> None:
     with pytest.raises(InputError, match=said):
         call()  # type: ignore[operator]
-
-
-def one_f_one_b(forward: list[float], backward: list[float], stages: int) -> float:
-    """Play 1F1B: stage s runs min(m, stages - s) forwards ahead, then alternates."""
-    number = len(forward)
-    done: dict[tuple[str, int, int], float] = {}
-    free = [0.0] * stages
-    orders = []
-    for stage in range(stages):
-        ahead = min(number, stages - stage)
-        order = [("F", i) for i in range(ahead)]
-        for i in range(number):
-            order += [("B", i)] + ([("F", i + ahead)] if i + ahead < number else [])
-        orders.append(order)
-    at = [0] * stages
-    while any(at[stage] < len(orders[stage]) for stage in range(stages)):
-        for stage in range(stages):
-            if at[stage] == len(orders[stage]):
-                continue
-            kind, i = orders[stage][at[stage]]
-            needs = ("F", i, stage - 1) if kind == "F" else ("B", i, stage + 1)
-            if 0 <= needs[2] < stages and needs not in done:
-                continue
-            begin = max(free[stage], done.get(needs, 0.0))
-            free[stage] = begin + (forward[i] if kind == "F" else backward[i])
-            done[kind, i, stage] = free[stage]
-            at[stage] += 1
-    return max(free)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=1, max_size=7),
-    st.integers(1, 5),
-)
-def test_no_pipeline_beats_the_bound(times: list[tuple[float, float]], stages: int) -> None:
-    forward, backward = [f for f, _ in times], [b for _, b in times]
-    assert pipeline_bound_s(forward, backward, stages) <= one_f_one_b(forward, backward, stages) * (1 + 1e-12)
-
-
-@given(st.integers(1, 8), st.integers(1, 5), st.floats(0.1, 5), st.floats(0.1, 5))
-def test_the_bound_is_the_time_of_equal_micro_batches(number: int, stages: int, f: float, b: float) -> None:
-    bound = pipeline_bound_s([f] * number, [b] * number, stages)
-    assert bound == pytest.approx((number + stages - 1) * (f + b))
-    assert bound == pytest.approx(one_f_one_b([f] * number, [b] * number, stages))
-
-
-def test_one_long_micro_batch_holds_up_the_pipeline() -> None:
-    # The long one passes 2 stages forwards and back: 2 * (4 + 8); before it 1 on the first stage, after it 2.
-    assert pipeline_bound_s([1.0, 4.0, 1.0], [2.0, 8.0, 2.0], 2) == 1 + 2 * (4 + 8) + 2

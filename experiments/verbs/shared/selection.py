@@ -21,6 +21,7 @@ from experiments.verbs.shared.kinds import (
 )
 from longstep import Setup
 from sim.balance.documents import BY_BLOCKS, planned_by
+from sim.balance.micro_batches import is_distribution, packed_by
 from sim.base.errors import InputError
 from sim.compare.axes import LISTS, field_of, is_list, rows_of, values_of
 from sim.setup.names import (
@@ -131,7 +132,12 @@ class Selection:
     """Sliding window: tokens that a query sees on each side that the mask leaves, itself among them."""
     documents: OptionalText = None
     """Tokens of each document packed into a sequence, which is as long as all: 5000,3000,192, or FILE.txt, .jsonl or
-    .parquet with lengths."""
+    .parquet with lengths. Of each micro-batch by itself: 5000,3000;8192. Or a published distribution (magi, prolong,
+    wikipedia, wlb-llm) that a global batch is drawn from, which --pack puts into micro-batches."""
+    pack: OptionalText = None
+    """How --documents, which are then of the whole global batch, come into micro-batches of --seq tokens: concatenated
+    (by default), heaviest-first (the same, in that order), fixed-length (whole documents, balanced), or wlb-llm (by
+    predicted seconds, of unlike lengths)."""
     block_mask: OptionalText = None
     """Block-sparse attention: topk:SIZE:K (each block of SIZE queries keeps its own block of keys and K - 1 drawn
     ones), lambda:SIZE:FIRST:LAST (the first and the last ones), or FILE.toml with size and kept."""
@@ -186,12 +192,20 @@ class Selection:
         fields: dict[str, Any] = {
             name: value.plain() if isinstance(value, Untyped | UntypedInt) else value for name, value in given.items()
         }
-        found = Setup(**_accumulated(fields, batch=not isinstance(self.batch, UntypedInt)))
+        found = self.packed(Setup(**_accumulated(fields, batch=not isinstance(self.batch, UntypedInt))))
         return planned_by(found) if self.schedule in BY_BLOCKS else found
+
+    def packed(self, setup: Setup) -> Setup:
+        """Return a step whose documents are put into micro-batches, where that was typed."""
+        if self.pack is None and not is_distribution(self.documents):
+            return setup
+        return packed_by(setup, self.pack or "concatenated")
 
     def fields(self) -> dict[str, Any]:
         """Return all fields, numbers as such; raises InputError for what is none."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Selection)}
+        given = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(Selection) if field.name != "pack"
+        }
         for option, key in _PIPELINES.items():
             if (value := given.pop(option)) is not None:
                 given["set"] = _with(given["set"], option, key, value)
@@ -309,7 +323,7 @@ class FileSelection(StepSelection):
         """Return what was typed, on top of what files say."""
         if self.from_file:
             self.require_one()
-            return self.imported().setup(**self.typed())
+            return self.packed(self.imported().setup(**self.typed()))
         if self.framework is not None or self.anyway:
             raise InputError("`framework` and `anyway` are of a configuration: give its file with `from_file`")
         return super().setup()

@@ -162,6 +162,8 @@ def report_table(predicted: Prediction) -> Table:
         shares = ", ".join(f"{100 * stage.bubbles:.3g}" for stage in report.stages)
         peaks = ", ".join(size(stage.peak_hbm_bytes) for stage in report.stages)
         table.add_row("bubbles, by stage", f"{shares} % of the step")
+        if isinstance(report.uneven, float):
+            table.add_row("of uneven micro-batches", f"{100 * report.uneven:.3g} % of the step")
         table.add_row("peak allocated, by stage", peaks)
     table.add_row("bound by", report.bound_by)
     if report.saves:

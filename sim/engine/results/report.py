@@ -11,6 +11,7 @@ import msgspec
 from sim.accounts.breakdown import PartName, breakdown, critical_rank
 from sim.accounts.bubbles import Stage, stages_of
 from sim.accounts.memory import MemoryWalk, walks
+from sim.accounts.uneven import uneven
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.interval import Interval, interval
 from sim.engine.play.simulate import Simulation
@@ -24,6 +25,7 @@ from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
 from sim.words.profile import Rates
+from sim.words.workload import Workload
 from topology.cluster import Cluster
 from topology.specs import ClusterSpec
 
@@ -96,6 +98,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a training step, too."""
     stages: tuple[Stage, ...] = ()
     """Of a pipeline, in the order of the model."""
+    uneven: float | msgspec.UnsetType = msgspec.UNSET
+    """Of a pipeline whose micro-batches have documents of their own, the share of the step that it waits longer than if
+    each pass of a stage took as long for all micro-batches as on average; unset, and not in JSON, of others."""
 
     @property
     def verdict(self) -> Verdict:
@@ -125,7 +130,7 @@ def report(
     room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
     lower, bounded = floors(checked, cluster), bound(simulation) if with_bound else NOT_ASKED
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
-    tokens_per_s = replicas * workload.batch * workload.real_seq / step_s if step_s else 0.0
+    tokens_per_s = replicas * workload.num_real_tokens / step_s if step_s else 0.0
     return Report(
         step_time_s=step_s,
         interval_s=interval(simulation) if with_interval else None,
@@ -145,6 +150,7 @@ def report(
         evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
         room=room,
         stages=stages_of(trace, walked, schedule.header, simulation.fold.counts),
+        uneven=uneven(trace, checked.schedule),
         training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
     )
 
@@ -182,6 +188,11 @@ def _model_flops(checked: Checked) -> float:
     kernels do and ``attention_flops`` counts, recomputes the scores.
     """
     workload = checked.schedule.header.workload
+    return math.fsum([_flops_of(workload.of_sequence(number)) for number in range(len(workload.sequences or (None,)))])
+
+
+def _flops_of(workload: Workload) -> float:
+    """Return those of sequences that are alike."""
     whole = msgspec.structs.replace(workload, passes="both", seq=workload.real_seq, padding=0)
     alone = msgspec.structs.replace(whole, scope="attention", layers=1, passes="forward")
     attends = sum(attention_flops(one) * count for one, count in alone.kinds(workload.layers))

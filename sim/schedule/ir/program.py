@@ -49,13 +49,16 @@ class Program:
         outputs: Iterable[Port] = (),
     ) -> None:
         self.rank = rank
+        self.begins: tuple[int, ...] = ()
+        """Of a training step the first op of each pass of a micro-batch through a chunk, in the order of its stage's
+        timetable, and the first one behind them; empty where that is not known, as of what is read."""
         self.calls: tuple[Call, ...] = (Call(Fragment((), tuple(buffers), tuple(ops), tuple(inputs), tuple(outputs))),)
 
     @staticmethod
-    def of_calls(rank: int, calls: Iterable[Call]) -> Program:
-        """Return the program of a rank that makes these calls."""
+    def of_calls(rank: int, calls: Iterable[Call], begins: tuple[int, ...] = ()) -> Program:
+        """Return the program of a rank that makes these calls; ``begins`` as of programs."""
         program = Program(rank=rank, buffers=(), ops=())
-        program.calls = tuple(calls)
+        program.calls, program.begins = tuple(calls), begins
         return program
 
     @staticmethod
@@ -128,12 +131,12 @@ class Program:
         fragments = {call.fragment: call.fragment for call in self.calls}
         fragments = {one: one.renamed(other) for one in fragments}
         calls = (call._replace(fragment=fragments[call.fragment]) for call in self.calls)
-        return Program.of_calls(self.rank + other.ranks, calls)
+        return Program.of_calls(self.rank + other.ranks, calls, self.begins)
 
     def numbered(self, place: Sequence[int], known: dict[Fragment, Fragment]) -> Program:
         """Return the program with other numbers of ranks, ``place[old]``; fragments are numbered once."""
         calls = [call._replace(fragment=call.fragment.numbered(place, known)) for call in self.calls]
-        return Program.of_calls(place[self.rank], calls)
+        return Program.of_calls(place[self.rank], calls, self.begins)
 
     def to_json(self) -> bytes:
         """Return the program as JSON, by all of its ops."""
@@ -341,7 +344,7 @@ class Schedule:
                 )
             found[call.fragment] = own
         calls = [Call(found[of], given, first, layer) for of, given, first, layer in program.calls]
-        return Program.of_calls(program.rank, calls)
+        return Program.of_calls(program.rank, calls, program.begins)
 
     @property
     def programs(self) -> list[Program]:

@@ -6,6 +6,7 @@ dK and dV. The gathered keys are put in the order of their positions, which make
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,28 +37,38 @@ class AllGatherOptions(SumOptions):
 def build(workload: Workload, mesh: Mesh, options: AllGatherOptions = AllGatherOptions()) -> Schedule:
     """Return attention over keys gathered along the axis ring."""
     mesh.only("allgather", "ring")
-    layout = LAYOUTS[options.layout](workload.seq, mesh.ring)
-    return build_over("allgather", layout, AllGatherAttention, workload, mesh, options)
+    return build_over(
+        "allgather",
+        lambda work: LAYOUTS[options.layout](work.seq, mesh.ring),
+        AllGatherAttention,
+        workload,
+        mesh,
+        options,
+    )
 
 
 def build_over(
     name: str,
-    layout: tuple[Tokens, ...],
+    layout_of: Callable[[Workload], tuple[Tokens, ...]],
     attention: type[AllGatherAttention],
     workload: Workload,
     mesh: Mesh,
     options: AllGatherOptions,
 ) -> Schedule:
-    """Return attention over keys gathered along the axis ring, whose rank i has ``layout[i]``."""
+    """Return attention over keys gathered along the axis ring, whose rank i has the tokens number i of a layout."""
     everyone = Communicator(name="gather", groups=mesh.groups("ring"))
-    plan = AttentionPlan(
-        name=name,
-        communicators=(everyone,) if mesh.ring > 1 else (),
-        shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
-        attention=lambda b: attention(b, everyone, layout, options),
-        wire_bytes=lambda work: _wire_bytes(work, options, mesh.ring),
-        source="arXiv:2407.21783 §3.3.2",
-    )
+
+    def plan(work: Workload) -> AttentionPlan:
+        layout = layout_of(work)
+        return AttentionPlan(
+            name=name,
+            communicators=(everyone,) if mesh.ring > 1 else (),
+            shard=lambda rank: all_heads(work.model, layout[mesh.place(rank)["ring"]]),
+            attention=lambda b: attention(b, everyone, layout, options),
+            wire_bytes=lambda work: _wire_bytes(work, options, mesh.ring),
+            source="arXiv:2407.21783 §3.3.2",
+        )
+
     return build_around(plan, workload, mesh, options)
 
 

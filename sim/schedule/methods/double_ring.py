@@ -55,18 +55,21 @@ def build(
     mesh.only("double-ring", "ring")
     size = mesh.ring
     width = inner_degree(options, size, max(1, hints.gpus_per_node // mesh.tp))
-    layout = laid_out(options.layout, workload, size, options.sharding)
     nodes = [[ring[first : first + width] for first in range(0, size, width)] for ring in mesh.groups("ring")]
     inner = ring_communicators(tuple(node for ring in nodes for node in ring), options, "inner")
     outer = ring_communicators(tuple(peers for ring in nodes for peers in zip(*ring, strict=True)), options, "outer")
-    plan = AttentionPlan(
-        name="double-ring",
-        communicators=(*(inner.declared if width > 1 else ()), *(outer.declared if size > width else ())),
-        shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ring"]]),
-        attention=lambda b: DoubleRingAttention(b, inner, outer, layout, options),
-        wire_bytes=lambda work: _wire_bytes(work, options, size // width, width),
-        source="arXiv:2406.18485 §4.3",
-    )
+
+    def plan(work: Workload) -> AttentionPlan:
+        layout = laid_out(options.layout, work, size, options.sharding)
+        return AttentionPlan(
+            name="double-ring",
+            communicators=(*(inner.declared if width > 1 else ()), *(outer.declared if size > width else ())),
+            shard=lambda rank: all_heads(work.model, layout[mesh.place(rank)["ring"]]),
+            attention=lambda b: DoubleRingAttention(b, inner, outer, layout, options),
+            wire_bytes=lambda work: _wire_bytes(work, options, size // width, width),
+            source="arXiv:2406.18485 §4.3",
+        )
+
     return build_around(plan, workload, mesh, options)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.ops import AllGather, Copy, ReduceScatter
-from sim.schedule.ir.plan import Plan, require_ranks
+from sim.schedule.ir.plan import Plans, plan_of, require_ranks
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import TOKENS, Split, View
 from sim.schedule.methods.allgather import AllGatherAttention, AllGatherOptions, build_over
@@ -23,11 +23,11 @@ from sim.words.mesh import Mesh
 from sim.words.workload import Dtype, Workload
 
 
-def gathered(plan: Plan, name: str = "gathered") -> Callable[..., Schedule]:
+def gathered(plans: Plans, name: str = "gathered") -> Callable[..., Schedule]:
     """Return the builder of a schedule in which ranks attend their own queries of a plan to gathered keys, for
     ``longstep.Setup(schedule=...)``. Its ring has as many ranks as the plan, each of which has tokens, without strides.
     """
-    builder = partial(build, plan, name)
+    builder = partial(build, plans, name)
     builder.__qualname__ = name  # type: ignore[attr-defined]  # what setups call it
     return builder
 
@@ -35,13 +35,18 @@ def gathered(plan: Plan, name: str = "gathered") -> Callable[..., Schedule]:
 _DEFAULT = AllGatherOptions()
 
 
-def build(plan: Plan, name: str, workload: Workload, mesh: Mesh, options: AllGatherOptions = _DEFAULT) -> Schedule:
+def build(plans: Plans, name: str, workload: Workload, mesh: Mesh, options: AllGatherOptions = _DEFAULT) -> Schedule:
     """Return attention over gathered keys, along the axis ring; raises InputError for a plan of other ranks. The layout
     is that of the plan, not of the options.
     """
     mesh.only(name, "ring")
-    require_ranks(plan, mesh)
-    return build_over(name, plan.layout, GatheredAttention, workload, mesh, options)
+
+    def layout(work: Workload) -> tuple[Tokens, ...]:
+        plan = plan_of(plans, work)
+        require_ranks(plan, mesh)
+        return plan.layout
+
+    return build_over(name, layout, GatheredAttention, workload, mesh, options)
 
 
 class GatheredAttention(AllGatherAttention):

@@ -18,7 +18,7 @@ from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import mask_of
 from sim.schedule.ir.ops import Delta, Exchange, HostSync, Message
-from sim.schedule.ir.plan import Plan, require_ranks
+from sim.schedule.ir.plan import Plans, plan_of, require_ranks
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.layer import AttentionPlan, build_around
@@ -36,47 +36,51 @@ class PlannedOptions(SumOptions, OverlapOptions):
     """Options of schedules that play a plan."""
 
 
-def planned(plan: Plan, name: str = "planned") -> Callable[..., Schedule]:
+def planned(plans: Plans, name: str = "planned") -> Callable[..., Schedule]:
     """Return the builder of a schedule that plays a plan, for ``longstep.Setup(schedule=...)``. Its ring has as many
     ranks as the plan, and its sequence as many tokens.
     """
-    builder = partial(build, plan, name)
+    builder = partial(build, plans, name)
     builder.__qualname__ = name  # type: ignore[attr-defined]  # what setups call it
     return builder
 
 
 def build(
-    plan: Plan, name: str, workload: Workload, mesh: Mesh, options: PlannedOptions = PlannedOptions()
+    plans: Plans, name: str, workload: Workload, mesh: Mesh, options: PlannedOptions = PlannedOptions()
 ) -> Schedule:
     """Return attention as planned, along the axis ring; raises InputError for a plan of other ranks or tokens, and for
     layers around ranks without any.
     """
     mesh.only(name, "ring")
-    require_ranks(plan, mesh)
-    for rank, tokens in enumerate(plan.layout) if workload.scope != "attention" else ():
-        if not num_tokens(tokens):
-            raise InputError(
-                f"rank {rank} of the plan has no tokens, and layers need some on each: set `scope` attention, or make "
-                f"a plan for fewer ranks"
-            )
     if any(one.window not in {workload.window, None} for one, _ in workload.kinds()):
         raise InputError(
             f"{workload.model.name} has windows layer by layer, and a plan is of one mask: set `schedule` ring"
         )
-    flow = movement(plan, mask_of(workload), workload.seq)
     fetch, back = (Communicator(name=one, groups=mesh.groups("ring")) for one in ("fetch", "return"))
 
-    def shard(rank: int) -> Shard:
-        return all_heads(workload.model, plan.layout[mesh.place(rank)["ring"]])
+    def around(work: Workload) -> AttentionPlan:
+        plan = plan_of(plans, work)
+        require_ranks(plan, mesh)
+        for rank, tokens in enumerate(plan.layout) if work.scope != "attention" else ():
+            if not num_tokens(tokens):
+                raise InputError(
+                    f"rank {rank} of the plan has no tokens, and layers need some on each: set `scope` attention, or "
+                    f"make a plan for fewer ranks"
+                )
+        flow = movement(plan, mask_of(work), work.seq)
 
-    around = AttentionPlan(
-        name=name,
-        communicators=(fetch, back) if mesh.ring > 1 else (),
-        shard=shard,
-        attention=lambda b: PlannedAttention(b, fetch, back, flow, shard(b.rank), options),
-        wire_bytes=lambda work: _wire_bytes(work, options, flow),
-        source="the plan: each row of another rank once, and what becomes of it (arXiv:2510.10620)",
-    )
+        def shard(rank: int) -> Shard:
+            return all_heads(work.model, plan.layout[mesh.place(rank)["ring"]])
+
+        return AttentionPlan(
+            name=name,
+            communicators=(fetch, back) if mesh.ring > 1 else (),
+            shard=shard,
+            attention=lambda b: PlannedAttention(b, fetch, back, flow, shard(b.rank), options),
+            wire_bytes=lambda work: _wire_bytes(work, options, flow),
+            source="the plan: each row of another rank once, and what becomes of it (arXiv:2510.10620)",
+        )
+
     return build_around(around, workload, mesh, options)
 
 

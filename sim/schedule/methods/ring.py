@@ -68,22 +68,27 @@ class RingOptions(HopOptions):
 def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) -> Schedule:
     """Return ring attention along the axis ring."""
     mesh.only("ring", "ring")
-    layout = laid_out(options.layout, workload, mesh.ring, options.sharding)
     rings = ring_communicators(mesh.groups("ring"), options)
     check_backward(workload, options)
 
-    def shard(rank: int) -> Shard:
-        return all_heads(workload.model, layout[mesh.place(rank)["ring"]])
+    def plan(work: Workload) -> AttentionPlan:
+        layout = laid_out(options.layout, work, mesh.ring, options.sharding)
 
-    plan = AttentionPlan(
-        name="ring",
-        communicators=rings.declared,
-        shard=shard,
-        attention=lambda b: RingAttention(b, rings, layout, shard(b.rank), options),
-        wire_bytes=lambda work: ring_bytes(work, options, mesh.ring),
-        source="arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine",
-        keeps_inputs=options.ring_backward == "kv-at-hand",
-    )
+        def shard(rank: int) -> Shard:
+            return all_heads(work.model, layout[mesh.place(rank)["ring"]])
+
+        return AttentionPlan(
+            name="ring",
+            communicators=rings.declared,
+            shard=shard,
+            attention=lambda b: RingAttention(b, rings, layout, shard(b.rank), options),
+            wire_bytes=lambda work: ring_bytes(work, options, mesh.ring),
+            source=(
+                "arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine"
+            ),
+            keeps_inputs=options.ring_backward == "kv-at-hand",
+        )
+
     return build_around(plan, workload, mesh, options)
 
 

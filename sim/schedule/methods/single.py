@@ -40,16 +40,19 @@ def build(workload: Workload, mesh: Mesh, options: SingleOptions = SingleOptions
     kernel = options.kernel
     if kernel == "standard":
         needs_forward(workload, "standard attention, which keeps its probabilities,")
-    local = all_heads(workload.model, contiguous(workload.seq, 1)[0])
-    plan = AttentionPlan(
-        name="single",
-        communicators=(),
-        shard=lambda _: local,
-        attention=lambda b: SingleAttention(b, local, kernel),
-        wire_bytes=lambda _: 0,
-        source=_SOURCES[kernel],
-        flops=lambda work: attention_flops(work, kernel),
-    )
+
+    def plan(work: Workload) -> AttentionPlan:
+        local = all_heads(work.model, contiguous(work.seq, 1)[0])
+        return AttentionPlan(
+            name="single",
+            communicators=(),
+            shard=lambda _: local,
+            attention=lambda b: SingleAttention(b, local, kernel),
+            wire_bytes=lambda _: 0,
+            source=_SOURCES[kernel],
+            flops=lambda work: attention_flops(work, kernel),
+        )
+
     return build_around(plan, workload, mesh, options)
 
 

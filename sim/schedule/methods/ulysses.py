@@ -32,18 +32,21 @@ def build(workload: Workload, mesh: Mesh, options: TradeOptions = TradeOptions()
     """Return Ulysses attention along the axis ulysses; raises InputError where heads do not divide over it."""
     mesh.only("ulysses", "ulysses")
     check_heads(workload.model, mesh)
-    layout = contiguous(workload.seq, mesh.ulysses)
     ulysses = Communicator(name="ulysses", groups=mesh.groups("ulysses"))
-    plan = AttentionPlan(
-        name="ulysses",
-        communicators=(ulysses,),
-        shard=lambda rank: all_heads(workload.model, layout[mesh.place(rank)["ulysses"]]),
-        attention=lambda b: UlyssesAttention(b, ulysses, (Span(0, workload.seq),), SingleAttention, options),
-        wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
-        source="arXiv:2309.14509 §3.2",
-        laid_out_bytes=lambda work: input_bytes(work, mesh.ulysses),
-        alike=("ulysses",),
-    )
+
+    def plan(work: Workload) -> AttentionPlan:
+        layout = contiguous(work.seq, mesh.ulysses)
+        return AttentionPlan(
+            name="ulysses",
+            communicators=(ulysses,),
+            shard=lambda rank: all_heads(work.model, layout[mesh.place(rank)["ulysses"]]),
+            attention=lambda b: UlyssesAttention(b, ulysses, (Span(0, work.seq),), SingleAttention, options),
+            wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses),
+            source="arXiv:2309.14509 §3.2",
+            laid_out_bytes=lambda work: input_bytes(work, mesh.ulysses),
+            alike=("ulysses",),
+        )
+
     return build_around(plan, workload, mesh, options)
 
 

@@ -64,29 +64,32 @@ def around_rings(
     """Return a schedule in which ``outside`` trades heads in each Ulysses group, and what it attends to with the heads
     that a rank gets goes around a ring.
     """
-    shares = shared_out(options.layout, workload, mesh.ring, mesh.ulysses, options.sharding)
-    layout = laid_out(options.layout, workload, mesh.ring, options.sharding)
     ulysses = Communicator(name="ulysses", groups=mesh.groups("ulysses"))
     rings = ring_communicators(mesh.groups("ring"), options)
 
-    def inside(b: ProgramBuilder, shard: Shard) -> RingAttention:
-        return RingAttention(b, rings, layout, shard, options)
+    def plan(work: Workload) -> AttentionPlan:
+        shares = shared_out(options.layout, work, mesh.ring, mesh.ulysses, options.sharding)
+        layout = laid_out(options.layout, work, mesh.ring, options.sharding)
 
-    def shard(rank: int) -> Shard:
-        place = mesh.place(rank)
-        return all_heads(workload.model, shares[place["ring"]][place["ulysses"]])
+        def inside(b: ProgramBuilder, shard: Shard) -> RingAttention:
+            return RingAttention(b, rings, layout, shard, options)
 
-    plan = AttentionPlan(
-        name=name,
-        communicators=(ulysses, *(rings.declared if mesh.ring > 1 else ())),
-        shard=shard,
-        attention=lambda b: outside(b, ulysses, layout[mesh.place(b.rank)["ring"]], inside, options),
-        wire_bytes=wire_bytes,
-        source=source,
-        laid_out_bytes=laid_out_bytes,
-        keeps_inputs=keeps_inputs,
-        partwise=partwise,
-        projects_again=projects_again,
-        alike=("ulysses",),
-    )
+        def shard(rank: int) -> Shard:
+            place = mesh.place(rank)
+            return all_heads(work.model, shares[place["ring"]][place["ulysses"]])
+
+        return AttentionPlan(
+            name=name,
+            communicators=(ulysses, *(rings.declared if mesh.ring > 1 else ())),
+            shard=shard,
+            attention=lambda b: outside(b, ulysses, layout[mesh.place(b.rank)["ring"]], inside, options),
+            wire_bytes=wire_bytes,
+            source=source,
+            laid_out_bytes=laid_out_bytes,
+            keeps_inputs=keeps_inputs,
+            partwise=partwise,
+            projects_again=projects_again,
+            alike=("ulysses",),
+        )
+
     return build_around(plan, workload, mesh, options)

@@ -7,7 +7,8 @@ rank does with them in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -81,21 +82,25 @@ class AttentionPlan(NamedTuple):
 
 
 def build_around(
-    plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions = LayerOptions()
+    plan: AttentionPlan | Callable[[Workload], AttentionPlan],
+    workload: Workload,
+    mesh: Mesh,
+    options: LayerOptions = LayerOptions(),
 ) -> Schedule:
     """Return the schedule of the workload's scope: attention alone, or layers around it; every data-parallel
     replica does the same as the first, with a batch of its own, and maybe shards.
+
+    What makes a plan of a workload is asked for one of each sequence where these have documents of their own. Raises
+    InputError where they have, and there is one plan of all.
     """
+    plans = _plans(plan, workload)
+    plan = plans[0]
     _require_takes(plan, workload, mesh, options)
     layers, step = workload.scope != "attention", workload.scope == "step"
     of_share, group = workload_of_share(workload, mesh.tp), group_of(mesh) if layers else None
     alike = alike_of(mesh, workload.model) if layers else ()
-    part = msgspec.structs.replace(of_share, batch=workload.batch // options.micro_batches)
-    block, *others = [
-        block_in_tiles(options.mlp if step else "whole", one, num_tokens(plan.shard(0).tokens), options.modules)
-        for one, _ in part.kinds()
-    ]
-    block, *others = [with_projections_apart(one) if plan.partwise else one for one in (block, *others)]
+    blocks = tuple([_blocks(one, form, options) for one, form in zip(plans, of_share.forms, strict=True)])
+    (block, *_), *_ = blocks
     point = checkpoint(block, options.checkpoint if step else "none")
     if point.lays_out and plan.keeps_inputs:
         raise InputError(
@@ -115,20 +120,44 @@ def build_around(
     gradients = (Communicator(name=GRADIENTS, groups=replicas),) if reduces else ()
     stages = Stages(mesh, workload, options)
     shards = shards_of(mesh, options, workload.model, stages.both_ends) if step else Shards()
+    of_plans = dict.fromkeys([communicator for one in plans for communicator in one.communicators])
     header = Header(
         name=plan.name,
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope, mesh.tp),
-        communicators=(*plan.communicators, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
-        claims=_claims(plan, workload, mesh, options, block, stages),
+        communicators=(*of_plans, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
+        claims=_claims(plans, workload, mesh, options, block, stages),
     )
 
     ranks = _Ranks(
-        plan=plan, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=(block, *others),
+        plans=plans, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=blocks,
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
     return Schedule(header, ranks.program, replicated=not ranks.own_shards, shards_alike=ranks.shards_alike)
+
+
+def _plans(plan: AttentionPlan | Callable[[Workload], AttentionPlan], workload: Workload) -> tuple[AttentionPlan, ...]:
+    """Return the plan of each form of sequences."""
+    if not isinstance(plan, AttentionPlan):
+        return tuple(map(plan, workload.forms))
+    if workload.sequences:
+        raise InputError(
+            f"schedule {plan.name!r} does not play `documents` of each micro-batch yet: choose another `schedule`, "
+            f"such as ring, zigzag, allgather, ulysses or usp, or give documents that all sequences share"
+        )
+    return (plan,)
+
+
+def _blocks(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> tuple[Block, ...]:
+    """Return what layers of each kind compute of a micro-batch of sequences of a form."""
+    step, rows = workload.scope == "step", num_tokens(plan.shard(0).tokens)
+    batch = workload.batch // options.micro_batches or 1  # of a form there is one sequence
+    found = [
+        block_in_tiles(options.mlp if step else "whole", one, rows, options.modules)
+        for one, _ in msgspec.structs.replace(workload, batch=batch).kinds()
+    ]
+    return tuple([with_projections_apart(one) if plan.partwise else one for one in found])
 
 
 def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions) -> None:
@@ -161,6 +190,11 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
         )
     if workload.attention is not msgspec.UNSET and plan.computes == "softmax":
         raise InputError(f"schedule {plan.name!r} is of softmax attention: set `schedule` to linear")
+    if workload.sequences and options.micro_batches != workload.batch:
+        raise InputError(
+            f"`set` schedule.micro_batches={options.micro_batches}: {workload.batch} sequences with `documents` of "
+            f"their own are a micro-batch each; set it to {workload.batch}"
+        )
     if options.micro_batches < 1 or workload.batch % options.micro_batches:
         allowed = [count for count in range(1, min(workload.batch, 64) + 1) if workload.batch % count == 0]
         raise InputError(
@@ -173,15 +207,16 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
 class _Ranks:
     """Writes the programs of all ranks of a schedule."""
 
-    plan: AttentionPlan
+    plans: tuple[AttentionPlan, ...]
+    """Of the forms of sequences."""
     whole: Workload
     """Of all of the model's weights."""
     workload: Workload
     """Of what a rank has of the model's weights."""
     mesh: Mesh
     options: LayerOptions
-    blocks: tuple[Block, ...]
-    """Of the model's kinds of layers."""
+    blocks: tuple[tuple[Block, ...], ...]
+    """Of the forms of sequences, of the model's kinds of layers."""
     chosen: Chosen | None
     gradients: tuple[Communicator, ...]
     shards: Shards
@@ -206,7 +241,7 @@ class _Ranks:
         """
         mesh, role = self.mesh, self.mesh.role(rank)
         layers = self.workload.scope != "attention"
-        for one in dict.fromkeys((mesh.first(role, *self.plan.alike), role) if layers else ()):
+        for one in dict.fromkeys((mesh.first(role, *self.plans[0].alike), role) if layers else ()):
             renaming = self._renaming(one, rank)
             if renaming is not None:
                 with suppress(LookupError):  # it turns tokens by other positions than those that it has
@@ -219,11 +254,13 @@ class _Ranks:
         of tokens, are unlike, or positions are none of the sequence.
         """
         workload, mesh = self.workload, self.mesh
-        here, there = self.plan.shard(one).tokens, self.plan.shard(mesh.role(rank)).tokens
+        (here, there), *others = [(plan.shard(one).tokens, plan.shard(mesh.role(rank)).tokens) for plan in self.plans]
         tokens, rows = tokens_later(here, there), self._rows_later(one, rank)
+        if others and any(own != other for own, other in ((here, there), *others)):
+            return None
         if tokens is None or rows is None:
             return None
-        if tokens and any(restarted(some, mask_of(workload)) != some for some in (here, there)):
+        if tokens and any(restarted(some, mask_of(workload.forms[0])) != some for some in (here, there)):
             return None
         return Renaming(rank - one, mesh.replica(rank) * workload.batch, rows, tokens)
 
@@ -243,58 +280,65 @@ class _Ranks:
 
     def _written(self, rank: int) -> Program:
         """Return the program of the one in its place, with the shards of a rank."""
-        plan, workload, mesh, options, stages = self.plan, self.workload, self.mesh, self.options, self.stages
+        plans, workload, mesh, options, stages = self.plans, self.workload, self.mesh, self.options, self.stages
         role = mesh.role(rank)
         b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model))
         if workload.scope == "attention":
             b.workload = workload.of_layer(0)
-            return attention_program(b, plan.shard(role), plan.attention)
+            return attention_program(b, plans[0].shard(role), plans[0].attention)
         stage = mesh.place(role)["pp"]
         layers = {number: stages.layers(number) for number in stages.chunks_of(stage)}
         own = tuple([unit for unit in units(workload) if stages.owns(stage, unit)])
-        every = plan.shard(role).tokens
-        divided = own_tokens(mesh, role, every, workload)
-        tokens = divided if options.tp_sequence else every
-        group = Group(self.group, every, options) if self.group else None
-        tiling: Tiling = group.tiling if group else whole
         kept = saving(b, options.activations, self.chosen, options.offload_from, tuple(layers.values()))
+        shared = [self._shared(role, plan, form) for plan, form in zip(plans, workload.forms, strict=True)]
         step = workload.scope == "step"
         params = (
             Flat(b, self.shards, options, rank, own)
             if step
             else Replicated(b, self.gradients, own, self.alike, sequence=options.tp_sequence)
         )
-        kinds = []
-        for number, ((one, _), its) in enumerate(zip(workload.kinds(), self.blocks, strict=True)):
-            b.workload = one
-            keeps = checkpoint(its, options.checkpoint if step else "none")
-            attention = plan.attention(b)
-            kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
+        writers = []
+        for form, (plan, (tokens, group), blocks) in enumerate(zip(plans, shared, self.blocks, strict=True)):
+            kinds, tiling = [], group.tiling if group else whole
+            for number, ((one, _), its) in enumerate(zip(workload.forms[form].kinds(), blocks, strict=True)):
+                b.workload = one
+                keeps = checkpoint(its, options.checkpoint if step else "none")
+                attention = plan.attention(b)
+                kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
+            writers.append(tuple(kinds))
         b.workload = workload
-        borders = stages.borders(b, tokens, self.blocks[0].x)
-        chunks = self._chunks(b, tokens, params, layers, borders, group)
+        borders = stages.borders(b, [tokens for tokens, _ in shared], self.blocks[0][0].x)
+        chunks = self._chunks(b, shared, params, layers, borders)
         waits, come = options.host_waits == "micro-batch", partial(borders.come, stage)
-        writer = StepWriter(b, chunks, tuple(kinds), params, options.micro_batches, waits, options.rotary_table, come)
+        writer = StepWriter(b, chunks, tuple(writers), params, options.micro_batches, waits, options.rotary_table, come)
         return writer.program(stages.items(stage))
+
+    def _shared(self, role: int, plan: AttentionPlan, form: Workload) -> tuple[Tokens, Group | None]:
+        """Return a rank's own tokens of sequences of a form, and the group that has all that attention takes."""
+        every = plan.shard(role).tokens
+        divided = own_tokens(self.mesh, role, every, form)
+        tokens = divided if self.options.tp_sequence else every
+        return tokens, Group(self.group, every, self.options) if self.group else None
 
     def _chunks(
         self,
         b: ProgramBuilder,
-        tokens: Tokens,
+        shared: Sequence[tuple[Tokens, Group | None]],
         params: Params,
         layers: Mapping[int, range],
         borders: Borders,
-        group: Group | None,
     ) -> dict[int, Chunk]:
         """Return the chunks of a rank by number, each of some layers, with what these stand between."""
-        of_layers, x = layers_of(self.workload), self.blocks[0].x
+        of_layers, x = layers_of(self.workload), self.blocks[0][0].x
         if self.workload.scope != "step":
+            ((tokens, group),) = shared
             return {0: Chunk(of_layers, lambda: (FromOutside(b, tokens, x, group), ToOutside(b, tokens, x, group)))}
         options, stages, found = self.options, self.stages, dict[int, Chunk]()
-        tiling: Tiling = group.tiling if group else whole
         first, last = ends_of(self.workload)
 
         def ends(number: int) -> tuple[Entry, Exit]:
+            tokens, group = shared[b.form]
+            tiling: Tiling = group.tiling if group else whole
             alone, head = not stages.is_last(0), None
             if stages.is_last(number):
                 head = Loss(b, tokens, params, tiling, options.loss, options.modules, group, alone=alone)
@@ -308,14 +352,14 @@ class _Ranks:
 
 
 def _claims(
-    plan: AttentionPlan, workload: Workload, mesh: Mesh, options: LayerOptions, block: Block, stages: Stages
+    plans: Sequence[AttentionPlan], workload: Workload, mesh: Mesh, options: LayerOptions, block: Block, stages: Stages
 ) -> Claims:
     """Attention by its paper, in every replica, of each share of the heads; the matrix products of the block; what
     moves weights and gradients, and tokens between members of a tensor-parallel group and between stages.
     """
     of_share = workload_of_share(workload, mesh.tp)
     whole = msgspec.structs.replace(workload, model=computed_model(workload.model, mesh.tp))
-    dp, step, passes, laid_out, gemms = mesh.dp, workload.scope == "step", [of_share], 0, gemm_flops(whole, block)
+    dp, step, gemms, plan = mesh.dp, workload.scope == "step", gemm_flops(whole, block), plans[0]
     written = [*block.forward, block.projections]
     if workload.backward:
         written += [*block.backward, back(*block.projections)]
@@ -325,22 +369,24 @@ def _claims(
         gemms += gemm_flops_again(whole, block.projections)
     if step:
         point = checkpoint(block, options.checkpoint)
-        forward = msgspec.structs.replace(of_share, scope="attention", layers=1, passes="forward")
-        passes += [forward] if point.attends else []
-        laid_out = plan.laid_out_bytes(forward) if point.lays_out else 0
         projections = block.projections if point.attends else ()
         gemms += gemm_flops_again(whole, (*point.again.before, *projections, *point.again.after))
         written += [*point.again, projections]
-    layers = workload.layers
-    flops, sent = (
-        mesh.tp * dp * sum(of(one) * count for work in passes for one, count in work.kinds(layers))
-        for of in (plan.flops, plan.wire_bytes)
-    )
+    layers, flops, sent, laid_out = workload.layers, 0, 0, 0
+    for number, times in Counter(map(workload.form_of, range(len(workload.sequences or (None,))))).items():
+        one, passes = plans[number], [of_share.forms[number]]
+        if step:
+            forward = msgspec.structs.replace(passes[0], scope="attention", layers=1, passes="forward")
+            passes += [forward] if point.attends else []
+            laid_out += times * one.laid_out_bytes(forward) if point.lays_out else 0
+        visited = [(work, times * count) for each in passes for work, count in each.kinds(layers)]
+        flops += mesh.tp * dp * sum(one.flops(work) * count for work, count in visited)
+        sent += mesh.tp * dp * sum(one.wire_bytes(work) * count for work, count in visited)
     sent_by_group = partial(sent_bytes, workload, mesh.tp, sequence=options.tp_sequence)
     of_group = layers * sent_by_group(written) + (ends_bytes(workload, mesh.tp, options) if step else 0)
     if workload.backward:
         more = sent_by_group(backward_apart(block)) - sent_by_group(block.backward)
-        of_group += stages.visits_apart * more // options.micro_batches
+        of_group += more * stages.tokens_apart(workload) // workload.num_tokens
     wire_bytes = sent + dp * (layers * mesh.tp * laid_out + of_group + stages.handed_bytes(workload))
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
@@ -369,13 +415,13 @@ def gemm_flops(workload: Workload, block: Block | None = None) -> int:
     if workload.scope == "step":
         head = head_of(workload.model)
         per_token += _gemm_flops((*head.forward, *head.backward), workload)
-    return per_token * workload.batch * workload.seq
+    return per_token * workload.num_tokens
 
 
 def gemm_flops_again(workload: Workload, equations: Iterable[Equation]) -> int:
     """Return the FLOPs of linear layers whose equations are computed again, over all ranks of a replica."""
     per_token = _gemm_flops(equations, workload) if workload.scope != "attention" else 0
-    return workload.layers * per_token * workload.batch * workload.seq
+    return workload.layers * per_token * workload.num_tokens
 
 
 def _gemm_flops(equations: Iterable[Equation], workload: Workload) -> int:

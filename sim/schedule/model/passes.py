@@ -48,8 +48,9 @@ class LayerWriter(NamedTuple):
     """The ranks that have shares of weights, whose tokens attention has; None where it has those of this rank."""
 
     def _call(self, name: str) -> str:
-        """Return the key of a call that layers of this kind make."""
-        return f"{name} of kind {self.kind}" if self.kind else name
+        """Return the key of a call that layers of this kind make of sequences like these."""
+        form = f" of form {self.b.form}" if self.b.form else ""
+        return f"{name} of kind {self.kind}{form}" if self.kind else name + form
 
     def forward(self, micro: int, unit: Unit, x: View) -> View:
         """Append a layer for a micro-batch; return what leaves it."""

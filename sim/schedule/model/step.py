@@ -68,8 +68,8 @@ class StepWriter(NamedTuple):
     b: ProgramBuilder
     chunks: Mapping[int, Chunk]
     """Those of this rank, by number."""
-    kinds: tuple[LayerWriter, ...]
-    """What writes layers of each of the model's kinds, which take turns."""
+    kinds: tuple[tuple[LayerWriter, ...], ...]
+    """What writes layers of each of the model's kinds, which take turns; by the forms of sequences."""
     params: Params
     micro_batches: int = 1
     waits: bool = False
@@ -91,7 +91,9 @@ class StepWriter(NamedTuple):
             b.add(Hold(label="keep the rotary table", held=(table,)))
         ends: dict[tuple[int, int], tuple[Entry, Exit]] = {}
         left: dict[tuple[int, Unit], Values] = {}
+        begins: list[int] = []
         for at, (kind, micro, number) in enumerate(items):
+            begins.append(b.num_ops)
             chunk = self.chunks[number]
             self.before(at)
             self._begin(items, at)
@@ -118,11 +120,12 @@ class StepWriter(NamedTuple):
                             view, left[micro, unit] = layer.backward_of_inputs(micro, unit, view)
                     entry.backward(view)
                 self.params.end_pass()
+        begins.append(b.num_ops)
         if b.workload.backward:
             self.params.update()
         for table in tables:
             b.add(Hold(label="keep the rotary table", held=(table,)))
-        return b.build()
+        return b.build(begins)
 
     def _begin(self, items: Sequence[Item], at: int) -> None:
         """Say which weights a pass needs, and one that turns around the backward pass that follows it at once, too."""
@@ -133,10 +136,10 @@ class StepWriter(NamedTuple):
 
     def _each(self, layers: Iterable[Unit]) -> Iterator[tuple[LayerWriter, Unit]]:
         """Yield layers with the writer of their kind, whose workload the builder has meanwhile."""
-        whole = self.b.workload
+        whole, kinds = self.b.workload, self.kinds[self.b.form]
         for unit in layers:
             self.b.workload = whole.of_layer(unit.layer)
-            yield self.kinds[unit.layer % len(self.kinds)], unit
+            yield kinds[unit.layer % len(kinds)], unit
         self.b.workload = whole
 
 

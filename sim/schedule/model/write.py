@@ -59,7 +59,7 @@ class TokenWriter(NamedTuple):
             "softcap": model.logit_softcap,
             "tokens": restarted(self.tokens, mask_of(self.b.workload)),
             "accumulate": adds,
-            "count": self.b.replicas * self.b.workload.num_labels,
+            "count": self.b.labels,
             "first": self.b.share.vocabulary.start if self.b.share.of > 1 else UNSET,
         }
         known = {name: value for name, value in settings.items() if name in kind.__struct_fields__}

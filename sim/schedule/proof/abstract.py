@@ -28,7 +28,7 @@ from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
 from sim.schedule.proof.state_rules import StateRules
 from sim.schedule.proof.token_rules import TokenRules, check_positions
-from sim.words.workload import ModelSpec
+from sim.words.workload import ModelSpec, Workload
 
 
 class AbstractPlayer(Interpreter):
@@ -122,7 +122,7 @@ class AbstractPlayer(Interpreter):
         if isinstance(op, ops.Attend):
             ratio = op.q.shape[2] // op.k.shape[2]
             queries, keys, values = memory.read(op.q), memory.read(op.k), memory.read(op.v)
-            rules = self._rules.of_layer(queries)
+            rules = self._rules.of_pieces(queries)
             rules.require_complete(queries, keys, values)
             out, probs = rules.attend(queries, keys, values, ops.parts_of(op) or op.band, ratio)
             memory.write(op.out, out)
@@ -133,7 +133,7 @@ class AbstractPlayer(Interpreter):
             ratio = op.q.shape[2] // op.k.shape[2]
             views = {name: getattr(op, name) for name, mark in operands(ops.AttendBackward).items() if mark.is_read}
             saved = {name: memory.read(view) for name, view in views.items() if view is not None}
-            rules = self._rules.of_layer(saved["q"])
+            rules = self._rules.of_pieces(saved["q"])
             rules.require_complete(saved["q"], saved["k"], saved["v"])
             grads = rules.attend_backward(saved, ops.parts_of(op) or op.band, ratio)
             for view, pieces in zip(op.writes, grads, strict=True):
@@ -198,7 +198,7 @@ class AbstractPlayer(Interpreter):
         into = given.pop() if adds else []
         if isinstance(op, ops.Rope):
             self._check_positions(given[0], op)
-            theta = self._rules.of_layer(given[0]).model.rope_theta
+            theta = self._rules.of_pieces(given[0]).model.rope_theta
             if op.theta != theta:
                 raise ScheduleError(f"rotates by theta {op.theta!r}: rope_theta of this layer is {theta!r}")
         plain = isinstance(op, ops.Accumulate) and any(
@@ -226,7 +226,7 @@ class AbstractPlayer(Interpreter):
 
     def _check_positions(self, pieces: list[Piece], op: ops.Rope) -> None:
         """Raise where a rotary embedding turns what it is given by other positions."""
-        check_positions(pieces, op.tokens, self._rules.mask)
+        check_positions(pieces, op.tokens, self._rules.of_pieces(pieces).mask)
 
     def host_copy(self, key: Key, op: ops.HostCopy) -> None:
         """See Interpreter."""
@@ -285,6 +285,15 @@ def attention_rules(schedule: Schedule) -> AttentionRules:
     """Return what attention of a schedule's workload makes of contents."""
     workload = schedule.header.workload
     batch = workload.batch * schedule.whole.header.mesh.dp
+    found = _rules_of(workload, batch)
+    if not workload.sequences:
+        return found
+    forms = [_rules_of(form, batch) for form in workload.forms]
+    return found._replace(sequences=tuple([forms[workload.form_of(number)] for number in range(workload.batch)]))
+
+
+def _rules_of(workload: Workload, batch: int) -> AttentionRules:
+    """Return those of sequences that are alike, of so many in all."""
     kinds = tuple([AttentionRules(mask_of(one), one.seq, batch, one.model) for one, _ in workload.kinds()])
     return kinds[0]._replace(kinds=kinds if len(kinds) > 1 else ())
 

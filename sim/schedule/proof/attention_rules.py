@@ -53,13 +53,20 @@ class AttentionRules(NamedTuple):
     """Of each class of ranks whose contents are of all of its members, see ``members``."""
     kinds: tuple[AttentionRules, ...] = ()
     """Those of each kind of layers, where there are several."""
+    sequences: tuple[AttentionRules, ...] = ()
+    """Those of each sequence of a replica, where they differ."""
 
     def of(self, layer: int) -> AttentionRules:
         """Return the rules of the kind of a layer."""
         return self.kinds[layer % len(self.kinds)] if self.kinds else self
 
-    def of_layer(self, pieces: list[Piece]) -> AttentionRules:
-        """Return the rules of the layer that pieces are of; raises ScheduleError for several of several kinds."""
+    def of_pieces(self, pieces: list[Piece]) -> AttentionRules:
+        """Return the rules of the layer and of the sequence that pieces are of; raises ScheduleError for several."""
+        if self.sequences:
+            batches = {piece.content.batch for piece in pieces}
+            if len(batches) != 1:
+                raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)}: several sequences meet")
+            return self.of_batch(*batches).of_pieces(pieces)
         if not self.kinds:
             return self
         found = {piece.content.layer % len(self.kinds) for piece in pieces}
@@ -67,9 +74,25 @@ class AttentionRules(NamedTuple):
             raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)}: layers of several kinds meet")
         return self.of(*found)
 
+    def of_batch(self, batch: Span) -> AttentionRules:
+        """Return the rules of one sequence; raises ScheduleError for several that differ."""
+        if not self.sequences:
+            return self
+        if batch.size != 1:
+            raise ScheduleError(f"sequences {spell(batch)} at once, which have documents of their own")
+        return self.sequences[batch.start % FAR % len(self.sequences)]
+
     def of_members(self, members: int) -> AttentionRules:
         """Return the rules of contents that are of so many members of a class."""
-        return self._replace(members=members, kinds=tuple([one._replace(members=members) for one in self.kinds]))
+        kinds, sequences = (tuple([one.of_members(members) for one in some]) for some in (self.kinds, self.sequences))
+        return self._replace(members=members, kinds=kinds, sequences=sequences)
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of all sequences."""
+        if not self.sequences:
+            return self.seq * self.batch
+        return sum([one.seq for one in self.sequences]) * (self.batch // len(self.sequences))
 
     @property
     def group(self) -> int:
@@ -152,8 +175,10 @@ class AttentionRules(NamedTuple):
             terms = sum(rows.size for rows, _ in content.seen)
             return is_of_vocabulary(content) and terms == self.model.vocab_size
         if last >= OF_GROUP_TOKENS:
-            return has_all_heads(content, self.model, self.seq * self.batch)
-        if self.kinds:
+            return has_all_heads(content, self.model, self.tokens)
+        if self.sequences and kind_of(content.tensor) != "weight gradient":
+            return self.of_batch(content.batch).complete(content)
+        if self.kinds and not self.sequences:
             return self.of(content.layer).complete(content)
         if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
             alone = self._replace(members=1)
@@ -168,7 +193,7 @@ class AttentionRules(NamedTuple):
         if is_sum(content.tensor, self.model):
             return sum(terms.size for terms, _ in content.seen) == num_terms(content.tensor, self.model)
         if kind_of(content.tensor) == "weight gradient":
-            return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.seq * self.batch
+            return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.tokens
         if content.tensor in {"out", "lse", "dq", "probs"}:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True

@@ -175,9 +175,10 @@ class ClassPlayer(AbstractPlayer):
     def _check_positions(self, pieces: list[Piece], op: ops.Rope) -> None:
         number, index = self._at
         for u, rank in enumerate(self._classes[number]):
-            own = self._of_ranks[rank].ops[index]
-            turned = own.tokens if isinstance(own, ops.Rope) else op.tokens
-            check_positions(of_member(pieces, u), turned, self._rules.mask)
+            rope = self._of_ranks[rank].ops[index]
+            turned = rope.tokens if isinstance(rope, ops.Rope) else op.tokens
+            own = of_member(pieces, u)
+            check_positions(own, turned, self._rules.of_pieces(own).mask)
 
     def transfer(self, transfer: Transfer) -> None:
         """See Interpreter."""

@@ -41,7 +41,7 @@ def heads_of(
 def as_of_all(pieces: list[Piece], rules: AttentionRules) -> list[Piece]:
     """Return a gradient of keys or values of some query heads as if it were of all of their group."""
     first = pieces[0].content
-    everything: Seen = ((Span(0, rules.seq), Span(0, rules.group)),)
+    everything: Seen = ((Span(0, rules.of_batch(first.batch).seq), Span(0, rules.group)),)
     if first.tensor not in {"dk", "dv"}:
         everything = ((Span(OF_GROUP, OF_GROUP + rules.group), ONE),)
     return [piece._replace(content=piece.content._replace(seen=everything)) for piece in pieces]

@@ -41,7 +41,8 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
         if tensor.of_weight:
             continue
         heads, width = tensor.heads(workload.model) or 1, tensor.features(workload.model)
-        for span, extent in ((port.batch, sequences), (port.heads, heads), *((t, workload.seq) for t in port.tokens)):
+        seq = workload.of_sequence(port.batch.start).seq
+        for span, extent in ((port.batch, sequences), (port.heads, heads), *((t, seq) for t in port.tokens)):
             if span.start < 0 or span.stop - span.step >= extent:
                 raise ScheduleError(f"{port.name} says that it holds {spell(span)} of {extent}")
         if port.features not in {None, Span(0, width)}:
@@ -60,7 +61,8 @@ def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> N
             for batch, content in by_batch.items()
             for tokens, heads in content.seen
         )
-        total = sequences * workload.seq * (tensor_of(name, workload.model).heads(workload.model) or 1)
+        of_replica, width = workload.num_tokens, tensor_of(name, workload.model).heads(workload.model) or 1
+        total = sequences // workload.batch * of_replica * width
         if cells != total:
             raise ScheduleError(f"{cells} of {total} (sequence, token, head) cells of {name} have an owner")
 

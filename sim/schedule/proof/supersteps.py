@@ -182,7 +182,7 @@ class Supersteps:
             base = self._aligned(min(layers, default=0))
             sequences = [kept.sequence for of_class in given for kept in of_class if kept.sequence is not None]
             takes = any(call.fragment.inputs for call in calls)  # whose sequences do not count from another
-            first = 0 if takes else min(sequences, default=0)
+            first = 0 if takes or self._rules.sequences else min(sequences, default=0)
             # The layer of a call matters by its inputs only.
             own = [call.layer - base if call.fragment.inputs else 0 for call in calls]
             seen = kind, tuple(own), tuple([tuple(_later(of_class, -base, -first)) for of_class in given])

@@ -70,6 +70,12 @@ class ProgramBuilder:
         """Of the weights of the whole model; that of the workload is what the rank has of it."""
         self.replicas = replicas
         """How many do the same with sequences of their own."""
+        self.of_batch = workload
+        """Of all sequences; ``workload`` is that of those which are at hand, where they differ."""
+        self.labels = replicas * workload.num_labels
+        """Tokens of all replicas that have a next one to predict."""
+        self.form = 0
+        """Which of the forms of sequences those at hand have."""
         self.batch = Span(0, workload.batch)
         self.part: Part = "forward"
         self._buffers: list[Buffer] = []
@@ -84,21 +90,28 @@ class ProgramBuilder:
 
     def take(self, number: int, count: int, part: Part) -> None:
         """Begin with a pass of one of so many micro-batches, which has its share of the batch."""
-        each = self.workload.batch // count
+        each = self.of_batch.batch // count
         self.batch, self.part = Span(number * each, (number + 1) * each), part
+        if self.of_batch.sequences:
+            self.form, self.workload = self.of_batch.form_of(number), self.of_batch.of_sequence(number)
 
-    def build(self) -> Program:
-        """Return what has been written."""
+    @property
+    def num_ops(self) -> int:
+        """How many ops have been written."""
+        return sum([len(call.fragment.ops) for call in self._calls]) + len(self._writing.ops)
+
+    def build(self, begins: Sequence[int] = ()) -> Program:
+        """Return what has been written; ``begins`` as of programs."""
         self._end_stretch()
-        return Program.of_calls(self.rank, self._calls)
+        return Program.of_calls(self.rank, self._calls, tuple(begins))
 
     # Calls
 
     def call(self, key: str, layer: int, function: Callable[[*Views], Result], *views: *Views) -> Result:
         """Return ``function(*views)``, nests of views, having written what it writes.
 
-        It is run once for all calls with the same key and pass whose views are of the same shapes and alias each other
-        in the same way; calls after that bind other buffers to the same ops. So it may depend on nothing else but the
+        It is run once for all calls with the same key, pass and form of sequences whose views are of the same shapes
+        and alias each other in the same way; calls after that bind other buffers to the same ops. So it may depend on nothing else but the
         layer, and on that only in names, labels and ports. Raises ScheduleError if it uses a view that it was not
         given. Calls within calls are part of them.
         """
@@ -111,7 +124,7 @@ class ProgramBuilder:
         place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in found]))}
         buffers, layers = self._buffers, self._layers
         described = [(id(buffers[number]), layers[number] - layer if number in layers else None) for number in place]
-        shape = (key, self.part, *form, *[(place[view.buffer], view.slices) for view in found], *described)
+        shape = (key, self.part, self.form, *form, *[(place[view.buffer], view.slices) for view in found], *described)
         known = self._traced.setdefault(shape, [])
         numbers, is_input = tuple(place), self._inputs.__contains__
         for traced in known:

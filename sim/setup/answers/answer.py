@@ -87,7 +87,7 @@ def _sequences(prediction: PlayedStep) -> str:
     header = prediction.checked.schedule.header
     sequences = header.mesh.dp * header.workload.batch
     several = header.workload.scope == "step" and sequences > 1
-    return f" for {told(sequences, sequences * header.workload.real_seq)}" if several else ""
+    return f" for {told(sequences, header.mesh.dp * header.workload.num_real_tokens)}" if several else ""
 
 
 def step_time(prediction: PlayedStep) -> str:

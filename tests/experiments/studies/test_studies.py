@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from experiments.pages.study_page import chapter, section
-from experiments.studies import balancing
+from experiments.studies import balancing, uneven_documents
 from experiments.studies.claims import needed
 from experiments.studies.study import names, study
 from experiments.verbs.cli import main
 from sim.balance.balance import LOWER_BOUND
+from sim.batches.packing import imbalance, transformer_work
 
 PAGE = Path(__file__).parents[3] / "experiments/studies/README.md"
 
@@ -64,6 +65,24 @@ def test_packing_lowers_the_imbalance_of_data_parallel_ranks() -> None:
     assert found.balanced < 1.06
     assert 0 < found.packing_s < found.plain
     assert f"from {found.plain:.2f} to {found.balanced:.2f}" in balancing._of_packing(found)
+
+
+def test_steps_of_uneven_documents() -> None:
+    """Heaviest first are those of concatenated ones in another order. Of WLB-LLM's every micro-batch has a document of
+    more than half its tokens or none has, in as many steps as are drawn behind the first ones.
+    """
+    work = transformer_work(4096, 14336, 1024)
+    plain, heaviest, whole, wlb = (uneven_documents._steps(name, 8, work) for name in uneven_documents._PACKERS)
+    assert len(plain) == len(heaviest) == len(whole) == 4
+    for one, other in zip(plain, heaviest, strict=True):
+        seconds = [sum(work(document.tokens) for document in documents) for documents in other.micro_batches]
+        assert sorted(one.micro_batches) == sorted(other.micro_batches)
+        assert seconds == sorted(seconds, reverse=True)
+    has, has_not = ([max(one.tokens for one in documents) for documents in step.micro_batches] for step in wlb)
+    assert min(has) > 2**16 >= max(has_not)
+    assert sum(step.weight for step in wlb) == 20
+    assert imbalance(wlb[1].micro_batches, work) < 1.01
+    assert imbalance(plain[0].micro_batches, work) > 1.2
 
 
 def test_ratios_of_the_published_times_are_near_themselves() -> None:

@@ -75,3 +75,25 @@ def test_balance_draws_the_same_batch_from_a_seed(capsys: pytest.CaptureFixture[
     assert "--layout and --page are of one batch" in fails(capsys, *drawn, "--seeds", "3", "--page", "page.html")
     assert "a file is one batch" in fails(capsys, "balance", "--documents", "lengths.txt", "--seeds", "3")
     assert "1 or more" in fails(capsys, *drawn, "--seeds", "0")
+
+
+@pytest.mark.sweep
+def test_with_stages_every_packing_is_played(capsys: pytest.CaptureFixture[str]) -> None:
+    """As ``simulate --pack`` plays it."""
+    typed = ("--pp-degree", "2", "--gpus", "2", "--seq", "4K", "--seed", "3")
+    small = ("--set", "model.num_layers=2")
+    asked = ("balance", *typed, "--micro-batches", "3", "--pack", "concatenated,wlb-llm", *small)
+    printed = run(capsys, *asked)
+    assert re.search(
+        r"^(Wlb-llm|Concatenated) trains fastest, .* of the step; .* times as fast: ", printed, re.MULTILINE
+    )
+    found = json.loads(run(capsys, *asked, "--json"))
+    assert [(row["packer"], row["planner"]) for row in found["rows"]] == [
+        ("concatenated", "all-gather"), ("wlb-llm", "all-gather"),
+    ]  # fmt: skip
+    step = ("--schedule", "allgather", "--accumulate", "3", "--documents", "wlb-llm", "--jitter", "0", *small)
+    played = json.loads(run(capsys, "simulate", *typed, *step, "--pack", "wlb-llm", "--json"))
+    assert played["uneven"] == pytest.approx(found["rows"][1]["uneven"], abs=0.01)
+    said = fails(capsys, "balance", "--micro-batches", "3")
+    assert "--micro-batches and --pack are of pipelines: set --pp-degree" in said
+    assert "leave out --seeds" in fails(capsys, *asked, "--seeds", "2")

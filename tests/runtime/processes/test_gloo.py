@@ -42,6 +42,7 @@ from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_clust
 from tests.schedule.methods.plans import HELPED, proved
 from tests.schedule.model.test_step import STACKS, enough, make_step, odd, step
 from tests.schedule.model.test_tiled_mlp import narrow
+from tests.schedule.model.test_unlike_micro_batches import built, unlike
 from topology.cluster import Cluster
 from topology.specs import DramSpec, PcieSpec, SocketSpec
 
@@ -216,6 +217,11 @@ def test_a_plan_over_gathered_keys_of_shards_of_several_sizes(ranks: Callable[[i
     plan = wlb(batch(documents), 4, "document").plan
     assert len({sum(span.size for span in tokens) for tokens in plan.layout}) > 1
     step_equals_the_reference(ranks(4), check(gathered(plan)(workload, Mesh(ring=4))))
+
+
+def test_a_pipeline_whose_micro_batches_have_documents_of_their_own(ranks: Callable[[int], Session]) -> None:
+    """Of three lengths, on rings in two stages."""
+    step_equals_the_reference(ranks(4), check(built("zigzag", Mesh(ring=2, pp=2), unlike())))
 
 
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])

@@ -132,7 +132,8 @@ def _by_torch(given: list[torch.Tensor], workload: Workload) -> list[list[torch.
             shapes = {weight.name: weight.shape(model) for weight in unit.weights}
             parts = flat.detach().clone().split([math.prod(shape) for shape in shapes.values()])
             weights.append({name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)})
-        _, gradients = reference.step(weights, *tokens, [(model, mask_of(workload))] * workload.layers, linear=False)
+        whole_batch = reference.Sequences(*tokens, [(model, mask_of(workload))] * workload.layers)
+        _, gradients = reference.step(weights, [whole_batch], linear=False)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(parameters, ADAM.max_norm)

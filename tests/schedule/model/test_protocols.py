@@ -188,7 +188,7 @@ def schedule_of(name: str) -> Schedule:
         )
         ends = FromOutside(b, own.tokens, LLAMA.x), ToOutside(b, own.tokens, LLAMA.x)
         chunk = Chunk(layers_of(workload), lambda: ends)
-        return StepWriter(b, {0: chunk}, (layers,), params).program(one_stage(0, 1, 1, 1))
+        return StepWriter(b, {0: chunk}, ((layers,),), params).program(one_stage(0, 1, 1, 1))
 
     nbytes = sum(math.prod(weight.shape(workload.model)) for weight in LLAMA.weights) * DTYPE_BYTES["fp64"]
     sent = (3 if technique.params is Sharded else 2) * (RANKS - 1) * nbytes

@@ -54,6 +54,10 @@ def _other_workloads(draw: Random, old: Workload) -> Iterator[dict[str, Any]]:
     yield {"documents": tuple(draw.sample(documents, len(documents)))}
     first, *rest = documents
     yield {"documents": (1, first - 1, *rest)}
+    if old.sequences:
+        yield {"sequences": tuple(draw.sample(old.sequences, len(old.sequences)))}
+        yield {"sequences": (*old.sequences[:-1], old.sequences[0])}
+        yield {"sequences": msgspec.UNSET}
     model = old.model
     others: list[tuple[str, Any]] = [("tied_embeddings", True), ("tied_embeddings", msgspec.UNSET)]
     others += [(name, by * getattr(model, name)) for name in ("rope_theta", "norm_epsilon") for by in (0.5, 2.0)]

@@ -17,7 +17,7 @@ from sim.words.mesh import Mesh
 from sim.words.workload import Scope, Workload
 from tests.helpers import make_model
 from tests.schedule.proof.mutation_operators import PORTS, Items, Scene, among, any_of, narrowed
-from tests.schedule.proof.mutation_steps import STEP_OPERATORS, of
+from tests.schedule.proof.mutation_steps import STEP_OPERATORS, of, unlike
 
 DRAWN: tuple[tuple[str, int, str], ...] = (
     ("gpipe", 2, "2,1"),
@@ -149,6 +149,9 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
     workload = Workload(
         model=model, seq=16, batch=chosen["micro_batches"], dtype="fp64", scope="step", layers=sum(map(int, split))
     )
+    if draw.random() < 0.4:
+        workload = unlike(draw, workload)
     entry = NAMED["ring" if mesh.ring > 1 else "single"]
     options = dataclasses.replace(entry.options, checkpoint="none", **chosen)
-    return f"{mesh.named()}, tied {tied}, {chosen}", check(entry.schedule(workload, mesh, options))
+    of_sequences = [one.documents for one in workload.sequences or ()]
+    return f"{mesh.named()}, tied {tied}, {chosen}, {of_sequences}", check(entry.schedule(workload, mesh, options))

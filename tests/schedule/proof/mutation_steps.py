@@ -37,7 +37,7 @@ from sim.schedule.ir.ops import (
 from sim.schedule.ir.views import View
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked, check
-from sim.words.workload import Workload
+from sim.words.workload import PackedSequence, Workload
 from tests.helpers import make_model
 from tests.schedule.proof.mutation_headers import featured
 from tests.schedule.proof.mutation_operators import (
@@ -109,6 +109,9 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
             model=model, seq=16, batch=batch, scope="step", layers=draw.choice((1, 2)), dtype="fp64",
             padding=padding, documents=documents if draw.random() < 0.3 else msgspec.UNSET,
         )  # fmt: skip
+        if draw.random() < 0.2:
+            workload = unlike(draw, workload)
+            chosen["micro_batches"] = batch
         entry = SCHEDULES[schedule]
         try:
             mesh = msgspec.structs.replace(entry.mesh(ranks, model), dp=dp)
@@ -118,9 +121,19 @@ def drawn_step(draw: Random) -> tuple[str, Checked]:
         except InputError:
             continue
         told: dict[str, Any] = {"documents": workload.documents} if workload.documents else {}
+        told |= {"sequences": [one.documents for one in workload.sequences]} if workload.sequences else {}
         told |= {name: value for name, value in chosen.items() if value != getattr(entry.options, name)}
         of = f"{heads}:{kv_heads}, {feature}, batch {batch}, tied {tied}"
         return f"step of {schedule}, P = {ranks}, dp = {dp}, {of}, {told}", checked
+
+
+def unlike(draw: Random, workload: Workload) -> Workload:
+    """Return a workload whose sequences have documents of their own."""
+    some = [draw.choice([(5, 11), (16,), (2, 2, 9, 3), (8,), (3, 5), (9, 3)]) for _ in range(workload.batch)]
+    sequences = [PackedSequence(documents=one, padding=-sum(one) % 8) for one in some]
+    return msgspec.structs.replace(
+        workload, sequences=tuple(sequences), seq=max(one.seq for one in sequences), padding=0, documents=msgspec.UNSET
+    )
 
 
 STATES = (Unpack, Pack, SquareSum, AdamW, HostAdamW)

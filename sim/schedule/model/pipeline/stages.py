@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -103,11 +104,11 @@ class Stages:
         """Return the file that says what all stages do, as torch's pipelining reads it."""
         return to_csv(self._pipeline, self._mesh.pp, self._options.micro_batches, len(self.split) // self._mesh.pp)
 
-    @property
-    def visits_apart(self) -> int:
-        """Of how many layers and micro-batches gradients of weights are made apart from those of inputs."""
-        items = [item for stage in range(self._mesh.pp) for item in self.items(stage)]
-        return sum(self.split[item.chunk] for item in items if item.kind == "W")
+    def tokens_apart(self, workload: Workload) -> int:
+        """Return of how many tokens gradients of weights are made apart from those of inputs, over all layers."""
+        each = workload.batch // self.micro_batches
+        items = [item for stage in range(self._mesh.pp) for item in self.items(stage) if item.kind == "W"]
+        return sum(self.split[item.chunk] * each * workload.of_sequence(item.micro).seq for item in items)
 
     @property
     def micro_batches(self) -> int:
@@ -135,8 +136,10 @@ class Stages:
         ends = {EMBEDDED.name: [0], ROOT.name: [0, len(self.split) - 1]}.get(unit.name, [len(self.split) - 1])
         return any(number in chunks for number in ends)
 
-    def borders(self, b: ProgramBuilder, tokens: Tokens, x: Tensor) -> Borders:
-        """Return what is between the chunks of a builder's rank and those before and behind them."""
+    def borders(self, b: ProgramBuilder, tokens: Sequence[Tokens], x: Tensor) -> Borders:
+        """Return what is between the chunks of a builder's rank and those before and behind them; ``tokens`` are those
+        of the rank by the forms of sequences.
+        """
         (line,) = [group for group in self._mesh.groups("pp") if b.rank in group]
         return Borders(self, b, tokens, x, line)
 
@@ -150,7 +153,7 @@ class Stages:
         pipeline_parallel/schedules.py, get_tensor_shapes).
         """
         borders = sum(self.stage_of(number) != self.stage_of(number + 1) for number in range(len(self.split) - 1))
-        of_one = workload.batch * workload.seq * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
+        of_one = workload.num_tokens * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
         of_one *= 1 if self._options.tp_sequence else self._mesh.tp
         return borders * of_one * (workload.forward + workload.backward)
 
@@ -210,7 +213,9 @@ def _split(given: str, layers: int, pp: int, per_stage: int) -> tuple[int, ...]:
 class Borders:
     """What is between the chunks of one rank and those before and behind them."""
 
-    def __init__(self, stages: Stages, b: ProgramBuilder, tokens: Tokens, x: Tensor, line: tuple[int, ...]) -> None:
+    def __init__(
+        self, stages: Stages, b: ProgramBuilder, tokens: Sequence[Tokens], x: Tensor, line: tuple[int, ...]
+    ) -> None:
         """``x`` is what layers hand on, ``line`` the ranks of all stages."""
         self._stages, self._b, self._tokens, self._x, self._line = stages, b, tokens, x, line
         self._turns: defaultdict[int, Turn] = defaultdict(Turn)
@@ -244,7 +249,8 @@ class Borders:
     def _border(self, before: int, stage: int) -> Border:
         """Return the border behind a chunk, beyond which is a stage."""
         x, at = self._x.later(self._stages.layers(before).stop), self._stages.link_of[before]
-        return Border(self._b, self._tokens, x, self._line[stage], FORWARD[at], BACK[at], self._turns[before])
+        tokens, peer = self._tokens[self._b.form], self._line[stage]
+        return Border(self._b, tokens, x, peer, FORWARD[at], BACK[at], self._turns[before])
 
 
 class Border(NamedTuple):

@@ -290,7 +290,7 @@ def sent_bytes(workload: Workload, size: int, written: Iterable[Iterable[Equatio
     if size == 1:
         return 0
     features = sum(moved_features(equations, workload.model, sequence=sequence) for equations in written)
-    return (size - 1) * features * workload.batch * workload.seq * DTYPE_BYTES[workload.dtype]
+    return (size - 1) * features * workload.num_tokens * DTYPE_BYTES[workload.dtype]
 
 
 def ends_bytes(workload: Workload, size: int, options: LayerOptions) -> int:
@@ -300,6 +300,6 @@ def ends_bytes(workload: Workload, size: int, options: LayerOptions) -> int:
     head, embedding = head_of(workload.model), embedding_of(workload.model)
     scored = [[head.to_logits], head.backward] if options.loss != "chunked" else [[head.to_logits, *head.backward]]
     wide = DTYPE_BYTES[accumulation_dtype(workload.dtype)]
-    statistics = 3 * 2 * (size - 1) * workload.batch * workload.seq * wide
+    statistics = 3 * 2 * (size - 1) * workload.num_tokens * wide
     written = [embedding, *scored, back(*reversed(embedding))]
     return statistics + sent_bytes(workload, size, written, sequence=options.tp_sequence)

@@ -1,0 +1,129 @@
+"""What uneven micro-batches cost a pipeline: passes in the order of its stages, again as if all were equal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from sim.accounts.bubbles import waited_s
+from sim.accounts.footprint import options_of
+from sim.accounts.trace import Trace
+from sim.schedule.ir.ops import Exchange
+from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.model.pipeline.stages import LINKS, Stages
+from sim.schedule.model.step import Item
+
+
+class Passes(NamedTuple):
+    """What each stage of a pipeline did, in order, in seconds of its first rank without waiting for other stages."""
+
+    items: list[list[Item]]
+    needs_s: list[list[float]]
+    """Of each until it takes what another stage has handed on."""
+    leaves_s: list[list[float]]
+    """Of each until what it hands on can leave the stage."""
+    took_s: list[list[float]]
+    """Of each until it has run its last kernel."""
+
+
+def uneven(trace: Trace, schedule: Schedule) -> float | UnsetType:
+    """Return the share of a step that a pipeline waits longer than it would if each kind of pass through a chunk took
+    the same for all micro-batches, their mean: below 0 where their order spares more than it costs. Unset where there
+    is no pipeline, where micro-batches are alike, or where the schedule does not know its passes.
+    """
+    found = passes_of(trace, schedule)
+    if found is None:
+        return UNSET
+    return (ends_s(found) - ends_s(equal(found))) / trace.step_time_s if trace.step_time_s else 0.0
+
+
+def passes_of(trace: Trace, schedule: Schedule) -> Passes | None:
+    """Return what stages did by a trace of a schedule; None as ``uneven`` says."""
+    header = schedule.header
+    ranks = [header.mesh.place(number)["pp"] for number in trace.numbers]
+    firsts = [ranks.index(stage) for stage in range(header.mesh.pp)]
+    programs = [schedule.program(trace.numbers[at]) for at in firsts]
+    if header.mesh.pp == 1 or not header.workload.sequences or not all(program.begins for program in programs):
+        return None
+    stages = Stages(header.mesh, header.workload, options_of(header))
+    found = Passes([stages.items(stage) for stage in range(header.mesh.pp)], [], [], [])
+    times = [_times(trace, at, program) for at, program in zip(firsts, programs, strict=True)]
+    for at, of_stage in zip(firsts, times, strict=True):
+        waited = waited_s(trace, header, at, np.array(of_stage))
+        ends, needs, leaves = np.array(of_stage) - waited
+        before = np.append(0.0, ends[:-1])
+        for into, until in ((found.needs_s, needs), (found.leaves_s, leaves), (found.took_s, ends)):
+            into.append(np.maximum(until - before, 0.0).tolist())
+    return found
+
+
+def _times(trace: Trace, at: int, program: Program) -> list[list[float]]:
+    """Return of each pass of a rank, whose place in the trace is given, when it has run its last kernel, when it takes
+    what another stage has handed on, and when what it hands on can leave; where it does not, 0.
+    """
+    first, ops, came = trace.ops.starts[at], program.ops, set[int]()
+    ends, needs, leaves = [0.0], list[float](), list[float]()
+    for begin, end in pairwise(program.begins):
+        needed = left = 0.0
+        last = ends[-1]
+        for number in range(begin, end):
+            op, row = ops[number], first + number
+            if isinstance(op, Exchange) and op.communicator in LINKS:
+                came.update([message.view.buffer for message in op.recvs])
+                left = trace.posted_s[row] if op.sends else left
+                continue
+            taken = came.intersection([view.buffer for view in op.reads])
+            if taken:
+                came -= taken
+                needed = trace.begun_s[row]
+            if op.meta.activity == "compute":
+                last = max(last, trace.ended_s[row])
+        ends.append(last)
+        needs.append(needed)
+        leaves.append(left)
+    return [ends[1:], needs, leaves]
+
+
+def equal(passes: Passes) -> Passes:
+    """Return the same with what each kind of pass through a chunk takes on average."""
+    found = []
+    for times in passes[1:]:
+        alike: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+        for items, of_stage in zip(passes.items, times, strict=True):
+            for item, one in zip(items, of_stage, strict=True):
+                alike[item.kind, item.chunk].append(one)
+        means = {kind: float(np.mean(some)) for kind, some in alike.items()}
+        found.append([[means[item.kind, item.chunk] for item in items] for items in passes.items])
+    return Passes(passes.items, *found)
+
+
+def ends_s(passes: Passes) -> float:
+    """Return when the last pass ends: each begins behind the one before it on its stage, and behind what another chunk
+    hands on to it (arXiv:2401.10241, appendix G).
+    """
+    here: dict[tuple[str, int, int], float] = {}
+    free, at = [0.0] * len(passes.items), [0] * len(passes.items)
+    last = max(item.chunk for items in passes.items for item in items)
+    while any(place < len(items) for place, items in zip(at, passes.items, strict=True)):
+        before = list(at)
+        for stage, (items, needs_s, leaves_s, took_s) in enumerate(zip(*passes, strict=True)):
+            while at[stage] < len(items) and (needed := _needed(items[at[stage]], last, here)) is not None:
+                (kind, micro, chunk), place = items[at[stage]], at[stage]
+                takes_s = max(free[stage] + needs_s[place], needed)
+                free[stage] = takes_s + took_s[place] - needs_s[place]
+                here[kind[0], micro, chunk] = takes_s + max(leaves_s[place] - needs_s[place], 0.0)
+                at[stage] += 1
+        assert at != before, "stages wait for each other"
+    return max(free)
+
+
+def _needed(item: Item, last: int, here: Mapping[tuple[str, int, int], float]) -> float | None:
+    """Return when what a pass needs of another chunk is there, None where it is not yet."""
+    if item.kind == "W" or item.chunk == (0 if item.kind == "F" else last):
+        return 0.0
+    return here.get((item.kind[0], item.micro, item.chunk - item.onward))
