@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
 import numpy as np
 
 from sim.accounts.memory import MemoryWalk
+from sim.accounts.reserved import Reserved
 from sim.accounts.trace import Times, Trace
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.ir.program import Communicator, Header
 from sim.words.mesh import Mesh
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
+class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One stage of a pipeline."""
 
     bubbles: float
     """Share of the step in which its ranks wait for other stages and do nothing else, on average."""
     peak_hbm_bytes: int
     """Of its rank that needs most."""
+    peak_reserved: Reserved | None = None
+    """What the allocator reserves for that one, where it is known."""
 
 
-def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header) -> tuple[Stage, ...]:
-    """Return the stages of a pipeline, by the walks of the ranks of a trace; none where there is one."""
+def stages_of(
+    trace: Trace, walked: list[MemoryWalk], header: Header, reserved: Sequence[Reserved] = ()
+) -> tuple[Stage, ...]:
+    """Return the stages of a pipeline, by the walks of the ranks of a trace, and by what is reserved on each, where
+    that is known; none where there is one.
+    """
     mesh = header.mesh
     if mesh.pp == 1:
         return ()
@@ -35,8 +43,9 @@ def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header) -> tuple[S
         Stage(
             bubbles=float(np.mean(waits[own])) / trace.step_time_s if trace.step_time_s else 0.0,
             peak_hbm_bytes=max(walked[rank].peak_bytes for rank in own),
+            peak_reserved=reserved[stage] if reserved else None,
         )
-        for own in ranks
+        for stage, own in enumerate(ranks)
     )
 
 

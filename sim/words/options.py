@@ -29,6 +29,9 @@ FusedName = Literal[
 """Which kernel computes flash attention: cutlass is xformers', which torch calls memory-efficient."""
 ChosenAttention = FusedName | Literal["sdpa"]
 """The same as software says it: by name, or what torch's scaled_dot_product_attention picks on the GPU."""
+AllocatorName = Literal["caching", "expandable"]
+"""What of torch gives tensors their memory on a GPU: its caching allocator, by segments of cudaMalloc, or by expandable
+ones (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."""
 HostOptimiserName = Literal["deepspeed", "torch", "torch-fused"]
 """Whose AdamW runs on the host of GPUs: torch makes a pass over memory for each operation, the others one for all."""
 

@@ -11,12 +11,13 @@ import msgspec
 from sim.accounts.breakdown import PartName, breakdown, critical_rank
 from sim.accounts.bubbles import Stage, stages_of
 from sim.accounts.memory import MemoryWalk, walks
+from sim.accounts.reserved import Reserved
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.interval import Interval, interval
 from sim.engine.play.simulate import Simulation
 from sim.engine.play.work import Work, of_routes, played, work_of
 from sim.engine.results.races import races
-from sim.engine.results.room import Room, Verdict, held_by_socket, room_of, tiers
+from sim.engine.results.room import Room, Verdict, allocated, held_by_socket, room_of, tiers
 from sim.engine.results.sensitivity import NOT_ASKED, bound
 from sim.engine.traffic.least import Need, needs, rate
 from sim.schedule.ir.program import Claims
@@ -96,6 +97,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of a training step, too."""
     stages: tuple[Stage, ...] = ()
     """Of a pipeline, in the order of the model."""
+    peak_reserved: Reserved | None = None
+    """Of a training step whose software's allocator is known, on the stage where it reserves most: what logs have as
+    torch.cuda.max_memory_reserved (``sim.accounts.reserved``)."""
 
     @property
     def verdict(self) -> Verdict:
@@ -122,7 +126,10 @@ def report(
     most = max(walked, key=lambda found: found.peak_bytes)
     beyond_dram = _beyond_dram(walked, cluster)
     beyond_hbm = hbm_held(walked, cluster.spec) > cluster.spec.hbm.capacity_bytes
-    room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
+    step = workload.scope == "step"
+    profile = simulation.profile
+    of_allocator = allocated(checked, cluster, profile.allocator) if profile and step else None
+    room = room_of(schedule.header, walked, cluster, of_allocator) if step else None
     lower, bounded = floors(checked, cluster), bound(simulation) if with_bound else NOT_ASKED
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     tokens_per_s = replicas * workload.batch * workload.real_seq / step_s if step_s else 0.0
@@ -134,6 +141,7 @@ def report(
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
         peak_host_bytes=max(found.host_peak_bytes for found in walked),
+        peak_reserved=max(of_allocator.stages, key=lambda one: one.most_bytes) if of_allocator else None,
         fits=room.fits if room else False if beyond_dram or beyond_hbm else None,
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
@@ -144,7 +152,7 @@ def report(
         schedule_hash=trace.schedule_hash if with_hash else "",
         evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
         room=room,
-        stages=stages_of(trace, walked, checked.schedule.header),
+        stages=stages_of(trace, walked, checked.schedule.header, of_allocator.stages if of_allocator else ()),
         training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
     )
 
