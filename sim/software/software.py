@@ -39,7 +39,8 @@ class Kernels(_Data, frozen=True, kw_only=True):
     mlp: str = ""
     """What an MLP does between its products."""
     loss: str = ""
-    """Cross-entropy of logits in fp32, where the schedule casts them (``schedule.loss=unfused``): without the casts."""
+    """Cross-entropy of logits in fp32, where the schedule casts them (``schedule.loss`` unfused or subtracted): without
+    the casts."""
     optimiser: str = ""
     """A step of AdamW on the GPU."""
     clipping: str = ""
