@@ -86,7 +86,14 @@ class Reserved(NamedTuple):
     within_bytes: int
 
 
-OF_CUDA = Reserved(sum(part.nbytes for part in PARTS), sum(part.within_bytes for part in PARTS))
-"""Of one GPU: parts may all err to one side."""
+def _together(parts: tuple[Part, ...]) -> Reserved:
+    """Return the sum of some parts, which may all err to one side."""
+    return Reserved(sum(part.nbytes for part in parts), sum(part.within_bytes for part in parts))
+
+
+BESIDE_ALLOCATOR = tuple(part for part in PARTS if part.name != "allocator")
+"""What is left where it is walked what the allocator reserves."""
+OF_CUDA, OF_CUDA_BESIDE_ALLOCATOR = _together(PARTS), _together(BESIDE_ALLOCATOR)
+"""Of one GPU."""
 OF_CPU = Reserved(0, 0)
 """A process of a host has none that is known."""

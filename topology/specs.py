@@ -17,7 +17,7 @@ from sim.base.presets import Name
 from topology.base import Bytes, Count, NotNegative, Positive, Spec
 from topology.collectives import CollectivesSpec
 from topology.kinds import DIRECT, Fabric
-from topology.reserved import OF_CPU, OF_CUDA, Reserved
+from topology.reserved import OF_CPU, OF_CUDA, OF_CUDA_BESIDE_ALLOCATOR, Reserved
 
 MOST_GPUS = 2**14
 """Of a cluster: as many as have trained one model (arXiv:2407.21783 §3.3)."""
@@ -269,7 +269,15 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
     @property
     def reserved(self) -> Reserved:
         """What of a device's memory buffers cannot have."""
-        stated, own = OF_CUDA if self.gpu.kind == "cuda" else OF_CPU, self.hbm
+        return self._stated(OF_CUDA)
+
+    @property
+    def reserved_beside_allocator(self) -> Reserved:
+        """What of it an allocator cannot have."""
+        return self._stated(OF_CUDA_BESIDE_ALLOCATOR)
+
+    def _stated(self, of_cuda: Reserved) -> Reserved:
+        stated, own = of_cuda if self.gpu.kind == "cuda" else OF_CPU, self.hbm
         return Reserved(
             stated.nbytes if own.reserved_bytes is None else own.reserved_bytes,
             stated.within_bytes if own.reserved_within_bytes is None else own.reserved_within_bytes,

@@ -12,24 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.accounts.memory import MemoryWalk
+from sim.accounts.reserved import Reserved
 from sim.accounts.trace import Times, Trace
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.ir.program import Communicator, Header
 from sim.words.mesh import Mesh
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
+class Stage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One stage of a pipeline."""
 
     bubbles: float
     """Share of the step in which its ranks wait for other stages and do nothing else, on average."""
     peak_hbm_bytes: int
     """Of its rank that needs most."""
+    peak_reserved: Reserved | None = None
+    """What the allocator reserves for that one, where it is known."""
 
 
-def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header, counts: Sequence[int]) -> tuple[Stage, ...]:
-    """Return the stages of a pipeline, by the walks of the ranks of a trace, each of which stands for so many; none
-    where there is one. The header is that of all ranks.
+def stages_of(
+    trace: Trace, walked: list[MemoryWalk], header: Header, counts: Sequence[int], reserved: Sequence[Reserved] = ()
+) -> tuple[Stage, ...]:
+    """Return the stages of a pipeline, by the walks of the ranks of a trace, each of which stands for so many, and by
+    what is reserved on each, where that is known; none where there is one. The header is that of all ranks.
     """
     mesh = header.mesh
     if mesh.pp == 1:
@@ -41,8 +46,9 @@ def stages_of(trace: Trace, walked: list[MemoryWalk], header: Header, counts: Se
         Stage(
             bubbles=_mean(waits[own], [counts[rank] for rank in own]) / trace.step_time_s if trace.step_time_s else 0.0,
             peak_hbm_bytes=max(walked[rank].peak_bytes for rank in own),
+            peak_reserved=reserved[stage] if reserved else None,
         )
-        for own in ranks
+        for stage, own in enumerate(ranks)
     )
 
 

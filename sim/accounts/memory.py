@@ -288,7 +288,7 @@ def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Boo
     return safe, seen, following
 
 
-class _Held:
+class Held:
     """The memory of one rank: what is alive while each op runs."""
 
     def __init__(self, program: Program, dependencies: Dependencies, attention: str = "") -> None:
@@ -335,7 +335,7 @@ def walk(program: Program, dependencies: Dependencies, attention: str = "") -> M
     """Return the HBM in use while each op of one rank runs, and its peak by category and by term; ``attention`` names
     the kernel of the runtime that attends, by default one that holds what flash-attention does.
     """
-    held = _Held(program, dependencies, attention)
+    held = Held(program, dependencies, attention)
     columns, terms = held.columns, held.terms.tolist()
     buffers = held.bytes_of(held.alive & held.on_gpu)
     in_use = buffers + held.workspace
@@ -358,7 +358,7 @@ def walk(program: Program, dependencies: Dependencies, attention: str = "") -> M
 
 def terms_in_use(program: Program, dependencies: Dependencies) -> dict[Term, list[int]]:
     """Return the bytes of each term while each op runs: together those that ``walk`` says are in use."""
-    held = _Held(program, dependencies)
+    held = Held(program, dependencies)
     terms, attends = held.terms, np.array(held.columns.attends, bool)
     of_workspace: dict[Term, Booleans] = {"attention": attends, "temporaries": ~attends}
     found: dict[Term, list[int]] = {}
@@ -371,22 +371,27 @@ def terms_in_use(program: Program, dependencies: Dependencies) -> dict[Term, lis
 
 
 @kept
-def walks(checked: Checked) -> list[MemoryWalk]:
-    """Return the walk of every rank; it depends on the schedule only, and so is kept for all that is asked of it."""
-    alike: dict[object, int] = {}
+def alike(checked: Checked) -> list[int]:
+    """Return for every rank the first one whose program takes the same memory."""
+    values: dict[object, int] = {}
     numbers: dict[Fragment, int] = {}
-    known: dict[object, MemoryWalk] = {}
+    first: dict[object, int] = {}
     found = []
-    for program, dependencies in zip(checked.schedule.programs, checked.dependencies, strict=True):
+    for rank, (program, dependencies) in enumerate(zip(checked.schedule.programs, checked.dependencies, strict=True)):
         for call in program.calls:
             if call.fragment not in numbers:
-                numbers[call.fragment] = alike.setdefault(_values(_of_fragment(call.fragment.shared)), len(alike))
+                numbers[call.fragment] = values.setdefault(_values(_of_fragment(call.fragment.shared)), len(values))
         calls = tuple([(numbers[call.fragment], call.given, call.first) for call in program.calls])
-        key = (id(dependencies), calls)  # ranks that do the same share their dependencies
-        if key not in known:
-            known[key] = walk(program, dependencies)
-        found.append(known[key])
+        found.append(first.setdefault((id(dependencies), calls), rank))  # who do the same share their dependencies
     return found
+
+
+@kept
+def walks(checked: Checked) -> list[MemoryWalk]:
+    """Return the walk of every rank; it depends on the schedule only, and so is kept for all that is asked of it."""
+    programs, dependencies, of = checked.schedule.programs, checked.dependencies, alike(checked)
+    known = {rank: walk(programs[rank], dependencies[rank]) for rank in dict.fromkeys(of)}
+    return [known[rank] for rank in of]
 
 
 def walks_with(checked: Checked, attention: str) -> list[MemoryWalk]:

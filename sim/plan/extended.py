@@ -32,7 +32,7 @@ class Extended(NamedTuple):
     """Of 90 %; None where nothing is known of how far costs may be off."""
     tokens_per_s_per_gpu: float
     room: Room
-    """Its memory, of all layers."""
+    """Its memory, of all layers, by what is allocated."""
     bound_by: str
     saves: Mapping[str, float]
     """By figure of the machine the share of the step that doubling it saves."""

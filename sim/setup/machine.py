@@ -20,7 +20,7 @@ from sim.software.attention import kernels_of, named
 from sim.software.host import updating
 from sim.software.software import Kernels, Software
 from sim.words.mesh import Mesh
-from sim.words.options import AttentionName
+from sim.words.options import IN_FP32, AttentionName
 from sim.words.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
 from sim.words.workload import Scope
 from topology.cluster import Cluster
@@ -134,7 +134,7 @@ def running(
             f"`set` software.attention={run.attention} with schedule.kernel={scores}: it names the kernel of flash "
             f"attention; leave one of the two out"
         )
-    if run.loss and getattr(options, "loss", "") != "unfused":
+    if run.loss and getattr(options, "loss", "") not in IN_FP32:
         run = msgspec.structs.replace(run, loss="")
     if spec.gpu.kind == "cpu" and run != Kernels():
         raise InputError("`software` names kernels of GPUs, but ranks are threads of a host: leave it out")

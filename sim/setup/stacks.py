@@ -109,6 +109,7 @@ _TAKEN = {
     "loss": {
         "whole": "logits of all tokens",
         "unfused": "logits of all tokens, and a copy",
+        "subtracted": "logits of all tokens, and two copies",
         "torch": "logits of all tokens, and three copies",
     },
     "optimiser_states": {"fp32": "fp32 states", "model": "states in the model's type"},

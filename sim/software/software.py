@@ -12,7 +12,7 @@ import msgspec
 
 from sim.base.errors import InputError
 from sim.base.presets import Name, load_toml, preset_names
-from sim.words.options import ChosenAttention, HostOptimiserName
+from sim.words.options import AllocatorName, ChosenAttention, HostOptimiserName
 
 FOLDER = "sim/software/presets"
 
@@ -39,7 +39,8 @@ class Kernels(_Data, frozen=True, kw_only=True):
     mlp: str = ""
     """What an MLP does between its products."""
     loss: str = ""
-    """Cross-entropy of logits in fp32, where the schedule casts them (``schedule.loss=unfused``): without the casts."""
+    """Cross-entropy of logits in fp32, where the schedule casts them (``schedule.loss`` unfused or subtracted): without
+    the casts."""
     optimiser: str = ""
     """A step of AdamW on the GPU."""
     clipping: str = ""
@@ -48,6 +49,9 @@ class Kernels(_Data, frozen=True, kw_only=True):
     """Whose eager modules issue kernels, by ``issue.toml``. Empty: a kernel costs the host what it does by itself."""
     host_optimiser: HostOptimiserName | None = None
     """Whose AdamW runs on the host of GPUs, where ``schedule.optimiser`` is there. None: DeepSpeed's."""
+    allocator: AllocatorName | None = None
+    """Of torch, what gives tensors their memory: then what it reserves is walked (``sim.accounts.reserved``), and
+    decides what fits. None: what is allocated, and a constant for the allocator (``topology.reserved``)."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for clipping without an optimiser."""

@@ -14,7 +14,9 @@ Sharding = Literal["sequence", "document"]
 Place = Literal["hbm", "host", "pageable"]
 """GPU memory, pinned host memory (which copy engines reach), pageable host memory."""
 SavingName = Literal["hbm", "host", "save-on-cpu", "pageable"]
-LossName = Literal["whole", "chunked", "unfused", "torch"]
+LossName = Literal["whole", "chunked", "unfused", "subtracted", "torch"]
+IN_FP32: tuple[LossName, ...] = ("unfused", "subtracted")
+"""Losses of a copy of the logits in the data type of sums, which becomes their gradient."""
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
 TensorOverlap = Literal["none", "gradients", "shards"]
@@ -29,6 +31,9 @@ FusedName = Literal[
 """Which kernel computes flash attention: cutlass is xformers', which torch calls memory-efficient."""
 ChosenAttention = FusedName | Literal["sdpa"]
 """The same as software says it: by name, or what torch's scaled_dot_product_attention picks on the GPU."""
+AllocatorName = Literal["caching", "expandable"]
+"""What of torch gives tensors their memory on a GPU: its caching allocator, by segments of cudaMalloc, or by expandable
+ones (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."""
 HostOptimiserName = Literal["deepspeed", "torch", "torch-fused"]
 """Whose AdamW runs on the host of GPUs: torch makes a pass over memory for each operation, the others one for all."""
 
@@ -53,9 +58,11 @@ class LayerOptions:
     loss: LossName = "whole"
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
     and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it
-    (megatron-core 0.16.1 tensor_parallel/cross_entropy.py); or those of all tokens and three tensors of their size in
-    the data type of sums, which torch's cross_entropy and its derivative make (torch); of shares of the vocabulary
-    four, by its loss_parallel (torch 2.13 distributed/tensor/parallel/loss.py)."""
+    (megatron-core 0.16.1 tensor_parallel/cross_entropy.py); that, while the largest logit of each token is subtracted
+    into one more (subtracted: nanotron 0.4 parallel/tensor_parallel/functional.py, _ShardedCrossEntropy, whose caller
+    holds what it is given); or those of all tokens and three tensors of their size in the data type of sums, which
+    torch's cross_entropy and its derivative make (torch); of shares of the vocabulary four, by its loss_parallel (torch
+    2.13 distributed/tensor/parallel/loss.py)."""
     mlp: MlpName = "whole"
     """Whether a training step computes the MLP of all tokens at once, or in tiles, each computed again in backward:
     tiled as ALST (arXiv:2506.13996), mini as MST (arXiv:2407.15892)."""

@@ -18,7 +18,7 @@ from sim.base.errors import unknown
 from sim.base.files import Kind, decoded_by, make_folder, write_whole
 from sim.base.kept import kept
 from sim.base.presets import Name, from_json, preset_names, read_bytes
-from sim.words.options import FusedName, HostOptimiserName
+from sim.words.options import AllocatorName, FusedName, HostOptimiserName
 from sim.words.workload import Dtype
 
 Condition = Literal["idle", "busy"]
@@ -316,6 +316,8 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     """How much longer kernels may take beside communication, in the upper end of intervals."""
     host_optimiser: HostOptimiserName | None = None
     """Whose AdamW the host runs; None where nobody has said it."""
+    allocator: AllocatorName | None = None
+    """What gives tensors their memory; None where nobody has said it."""
     sources: dict[str, str] = {}
     """Where figures come from that were not measured by ``command``: of points by kernel, of others by field."""
     jitter: MeasuredJitter | None = None

@@ -90,7 +90,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("nanotron-llama3-8b.yaml",): (
         {}, {"schedule": "single", "gpus": 16, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {
-            "schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4"}},
+            "schedule.zero_stage": "1", "schedule.loss": "subtracted", "schedule.micro_batches": "4"}},
     ),
     ("megatron-bridge-overrides.sh",): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 65536, "batch": 4, "ulysses_degree": 8,
@@ -98,7 +98,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("nanotron-3d.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 256, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {
-            "schedule.zero_stage": "1", "schedule.tp_overlap": "none", "schedule.loss": "unfused",
+            "schedule.zero_stage": "1", "schedule.tp_overlap": "none", "schedule.loss": "subtracted",
             "schedule.micro_batches": "4", "schedule.pipeline_layers": "18,14"}},
     ),
 }  # fmt: skip

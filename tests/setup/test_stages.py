@@ -118,11 +118,11 @@ PLAYED: dict[str, tuple[tuple[str, list[tuple[str, str]]], dict[str, Any], dict[
                 "schedule.pipeline_layers": "7,9,9,7"}}),
     "nanotron, 2": (nanotron(2, "  pp_engine: 1f1b", 8), {}, {
         "schedule": "single", "gpus": 16, "pp_degree": 2, "dp_degree": 8, "seq": 8192, "batch": 4,
-        "set": {"schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4",
+        "set": {"schedule.zero_stage": "1", "schedule.loss": "subtracted", "schedule.micro_batches": "4",
             "schedule.pipeline_layers": "18,14"}}),
     "nanotron, 4": (nanotron(4, "  pp_engine: afab", 4), {}, {
         "schedule": "single", "gpus": 16, "pp_degree": 4, "dp_degree": 4, "seq": 8192, "batch": 4,
-        "set": {"schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4",
+        "set": {"schedule.zero_stage": "1", "schedule.loss": "subtracted", "schedule.micro_batches": "4",
             "schedule.pipeline_schedule": "gpipe", "schedule.pipeline_layers": "9,9,8,6"}}),
 }  # fmt: skip
 """Files with what is changed in them, what is typed beside them, and what to predict."""

@@ -22,7 +22,8 @@ def memory_chart(found: Report) -> Chart:
                     about="Bytes at the peak by what they are of")  # fmt: skip
     limit = found.room.limits[0]
     parts: dict[str, list[float]] = {str(term): [found.room.terms.get(term, 0)] for term in TERMS}
-    parts[_BESIDE_BUFFERS] = [limit.reserved_bytes]
+    of_allocator = max(0, limit.held_bytes - sum(found.room.terms.values()))
+    parts[_BESIDE_BUFFERS] = [limit.reserved_bytes + of_allocator]
     chart = bars(
         ["GPU"], parts, title=f"memory of a GPU, {size(limit.capacity_bytes)} in all",
         about="Bytes of a GPU at the peak by term, against its capacity", unit=BYTES,

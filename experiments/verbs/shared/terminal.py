@@ -24,13 +24,14 @@ from experiments.evidence.provenance import evidence_lines
 from longstep import Prediction, Setup
 from longstep import Table as Figures
 from sim.accounts.breakdown import PartName
+from sim.accounts.reserved import Reserved
 from sim.base.errors import InputError
 from sim.base.units import FEW, number, percent, seconds, size
 from sim.engine.results.critical import Span, shares, strip
 from sim.engine.results.report import Report
 from sim.engine.results.room import Limit, Room, by_basis
 from sim.setup.answers.answer import Grounds, grounds, interval, named, step_time
-from topology.reserved import PARTS, Basis, held_by_allocator
+from topology.reserved import Basis, held_by_allocator
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -126,6 +127,12 @@ def _reserved(allocated: int) -> str:
     return f"{size(allocated, FEW)} to {most[0]} with expandable segments, to {most[1]} without"
 
 
+def _between(reserved: Reserved) -> str:
+    """Return what the walk of an allocator says, between its ends."""
+    least, most = size(reserved.least_bytes, FEW), size(reserved.most_bytes, FEW)
+    return least if least == most else f"{least} to {most}"
+
+
 def report_table(predicted: Prediction) -> Table:
     """Return the figures of one simulated step."""
     report = predicted.report
@@ -149,7 +156,8 @@ def report_table(predicted: Prediction) -> Table:
     table.add_row(PEAK, size(report.peak_hbm_bytes))
     if report.room:
         if report.room.limits[0].memory == "GPU":
-            table.add_row("peak reserved", _reserved(report.peak_hbm_bytes))
+            walked = report.peak_reserved
+            table.add_row("peak reserved", _between(walked) if walked else _reserved(report.peak_hbm_bytes))
         for name, shown in _room_rows(report.room):
             table.add_row(name, shown)
     else:
@@ -165,6 +173,8 @@ def report_table(predicted: Prediction) -> Table:
         if isinstance(report.uneven, float):
             table.add_row("of uneven micro-batches", f"{100 * report.uneven:.3g} % of the step")
         table.add_row("peak allocated, by stage", peaks)
+        if reserved := [stage.peak_reserved for stage in report.stages if stage.peak_reserved]:
+            table.add_row("peak reserved, by stage", ", ".join(map(_between, reserved)))
     table.add_row("bound by", report.bound_by)
     if report.saves:
         saved = ", ".join(f"{name} {100 * share:.2g} %" for name, share in report.saves.items())
@@ -277,14 +287,15 @@ def fits(found: Report) -> str:
 def _left(limit: Limit) -> str:
     """Return how much of a memory is left, or missing."""
     free = f"{size(abs(limit.free_bytes))} {'left' if limit.free_bytes >= 0 else 'too little'} of {limit.memory}"
-    return f"{free}, known to {size(limit.within_bytes)}" if limit.fits is None else free
+    return f"{free}, known to {size(limit.known_to_bytes)}" if limit.fits is None else free
 
 
 def _taken(limit: Limit) -> Iterator[str]:
     """Yield what is taken of a memory."""
-    yield f"{PEAK if limit.memory == 'GPU' else 'buffers'} {size(limit.held_bytes)}"
+    needed = "buffers" if limit.memory != "GPU" else "needed by its allocator" if limit.allocator else PEAK
+    yield f"{needed} {size(limit.held_bytes)}" + (f", or {size(limit.early_bytes)} less" if limit.early_bytes else "")
     if limit.reserved_bytes:
-        parts = ", ".join(part.name for part in PARTS)
+        parts = ", ".join(part.name for part in limit.beside)
         yield f"beside it {size(limit.reserved_bytes)} ({parts}), more or less {size(limit.within_bytes)}"
     yield f"{'left' if limit.free_bytes >= 0 else 'missing'} {size(abs(limit.free_bytes))}"
 

@@ -11,13 +11,14 @@ import msgspec
 from sim.accounts.breakdown import PartName, breakdown, critical_rank
 from sim.accounts.bubbles import Stage, stages_of
 from sim.accounts.memory import MemoryWalk, walks
+from sim.accounts.reserved import Reserved
 from sim.accounts.uneven import uneven
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.interval import Interval, interval
 from sim.engine.play.simulate import Simulation
 from sim.engine.play.work import Work, of_routes, played, work_of
 from sim.engine.results.races import races
-from sim.engine.results.room import Room, Verdict, held_by_socket, room_of, tiers
+from sim.engine.results.room import Room, Verdict, allocated, held_by_socket, room_of, tiers
 from sim.engine.results.sensitivity import NOT_ASKED, bound
 from sim.engine.traffic.least import Need, needs, rate
 from sim.schedule.ir.program import Claims
@@ -101,6 +102,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     uneven: float | msgspec.UnsetType = msgspec.UNSET
     """Of a pipeline whose micro-batches have documents of their own, the share of the step that it waits longer than if
     each pass of a stage took as long for all micro-batches as on average; unset, and not in JSON, of others."""
+    peak_reserved: Reserved | None = None
+    """Of a training step whose software's allocator is known, on the stage where it reserves most: what logs have as
+    torch.cuda.max_memory_reserved (``sim.accounts.reserved``)."""
 
     @property
     def verdict(self) -> Verdict:
@@ -127,7 +131,10 @@ def report(
     most = max(walked, key=lambda found: found.peak_bytes)
     beyond_dram = _beyond_dram(walked, cluster)
     beyond_hbm = hbm_held(walked, cluster.spec) > cluster.spec.hbm.capacity_bytes
-    room = room_of(schedule.header, walked, cluster) if workload.scope == "step" else None
+    step = workload.scope == "step"
+    profile = simulation.profile
+    of_allocator = allocated(checked, cluster, profile.allocator) if profile and step else None
+    room = room_of(schedule.header, walked, cluster, of_allocator) if step else None
     lower, bounded = floors(checked, cluster), bound(simulation) if with_bound else NOT_ASKED
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     tokens_per_s = replicas * workload.num_real_tokens / step_s if step_s else 0.0
@@ -139,6 +146,7 @@ def report(
         mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
         peak_hbm_bytes=most.peak_bytes,
         peak_host_bytes=max(found.host_peak_bytes for found in walked),
+        peak_reserved=max(of_allocator.stages, key=lambda one: one.most_bytes) if of_allocator else None,
         fits=room.fits if room else False if beyond_dram or beyond_hbm else None,
         memory={str(name): size for name, size in sorted(most.by_category.items()) if size},
         breakdown=parts,
@@ -149,7 +157,9 @@ def report(
         schedule_hash=trace.schedule_hash if with_hash else "",
         evidence=evidence(simulation, [*beyond_dram, *races(simulation)]),
         room=room,
-        stages=stages_of(trace, walked, schedule.header, simulation.fold.counts),
+        stages=stages_of(
+            trace, walked, schedule.header, simulation.fold.counts, of_allocator.stages if of_allocator else ()
+        ),
         uneven=uneven(trace, checked.schedule),
         training=_training(schedule.header.claims, peak * step_s, tokens_per_s, ranks) if room and step_s else None,
     )

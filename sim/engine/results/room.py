@@ -9,11 +9,14 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from sim.accounts.footprint import Footprint, footprint
-from sim.accounts.memory import MemoryWalk, Term
+from sim.accounts.memory import MemoryWalk, Term, walks
+from sim.accounts.reserved import Allocations, Reserved, allocations_of
 from sim.schedule.ir.program import Header
+from sim.schedule.proof.check import Checked
+from sim.words.options import AllocatorName
 from topology.cluster import Cluster
 from topology.fabric.fabrics import socket_of
-from topology.reserved import PARTS, Basis
+from topology.reserved import BESIDE_ALLOCATOR, PARTS, Basis, Part
 from topology.specs import ClusterSpec
 
 Verdict = Literal["yes", "at the limit", "no", "not known"]
@@ -31,7 +34,7 @@ BASIS: dict[Term, tuple[Basis, str]] = {
 """What each term rests on. Executed on gloo, buffers take the same bytes; no allocator of a GPU was asked yet."""
 
 
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
+class Limit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One memory. Sizes in bytes."""
 
     memory: str
@@ -39,18 +42,35 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     share that of a CPU host."""
     capacity_bytes: int
     held_bytes: int
-    """What buffers hold at their peak."""
+    """What buffers hold at their peak; where it is known what gives them their memory, what that needs of the GPU, if
+    it can wait no sooner than the host does until tensors of other streams are free."""
     reserved_bytes: int
     """What they cannot have: ``topology.reserved``."""
     within_bytes: int
     """How much more or less that may be."""
     free_bytes: int
     """What is left; below 0 what is missing."""
+    early_bytes: int = 0
+    """How much less it needs if such tensors are free at once."""
+    allocator: AllocatorName | None = None
+    """What was walked; then ``held_bytes`` are those that it reserves, not those that it gives to buffers."""
 
     @property
     def fits(self) -> bool | None:
-        """None if that hangs on what is not known of ``reserved_bytes``: at the limit."""
-        return None if abs(self.free_bytes) < self.within_bytes else self.free_bytes >= 0
+        """None if that hangs on what is not known of ``reserved_bytes``, or on when tensors are free: at the limit."""
+        if self.free_bytes >= self.within_bytes:
+            return True
+        return False if self.free_bytes + self.early_bytes <= -self.within_bytes else None
+
+    @property
+    def known_to_bytes(self) -> int:
+        """How far what is free may be off."""
+        return self.within_bytes + self.early_bytes
+
+    @property
+    def beside(self) -> tuple[Part, ...]:
+        """What ``reserved_bytes`` consist of, where nobody has set them."""
+        return BESIDE_ALLOCATOR if self.allocator else PARTS
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,12 +100,60 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
         return False if False in found else None if None in found else True
 
 
-def room_of(header: Header, walked: list[MemoryWalk], cluster: Cluster) -> Room:
-    """Return the memory of a schedule's step, by the walks of the ranks on the first devices of a cluster."""
+class Allocated(NamedTuple):
+    """What an allocator reserves for a step."""
+
+    name: AllocatorName
+    stages: tuple[Reserved, ...]
+    """What logs have of it, on each stage of a pipeline, or on all ranks where there is one. Where a GPU has less, that
+    is as free blocks go back to CUDA, or else as if it had enough."""
+    needs: Reserved
+    """The least that any of it may run in, as blocks go back, and tensors of other streams are free at once; and what
+    all of it runs in without either."""
+
+
+def allocated(checked: Checked, cluster: Cluster, name: AllocatorName | None) -> Allocated | None:
+    """Return what an allocator reserves for the ranks of a schedule that are on the first devices of a cluster, of each
+    stage for the one that allocates most; None where it is not known, and on a CPU host, whose memory ranks share.
+    """
+    spec, mesh, walked = cluster.spec, checked.schedule.header.mesh, walks(checked)
+    if name is None or spec.gpu.kind == "cpu":
+        return None
+    fullest: dict[int, int] = {}
+    for rank in sorted(range(len(walked)), key=lambda rank: walked[rank].peak_bytes):
+        fullest[mesh.place(rank)["pp"]] = rank
+    beside, within = spec.reserved_beside_allocator
+    has = spec.hbm.capacity_bytes - beside
+    of = [_of_stage(allocations_of(checked, fullest[stage]), name, has, within) for stage in sorted(fullest)]
+    needs = Reserved(max(needed.least_bytes for _, needed in of), max(needed.most_bytes for _, needed in of))
+    return Allocated(name, tuple([logged for logged, _ in of]), needs)
+
+
+def _of_stage(found: Allocations, name: AllocatorName, has: int, within: int) -> tuple[Reserved, Reserved]:
+    """Return what logs have of a stage, and what it needs, on a GPU that has so many bytes, more or less."""
+    logged = []
+    free = [found.peak(name, ahead=ahead) or 0 for ahead in (False, True)]
+    for ahead, peak in enumerate(free):
+        fits = peak if peak <= has else found.peak(name, ahead=bool(ahead), limit=has)
+        logged.append(fits or peak)
+    limits = [limit for limit in (has - within, has + within) if limit < free[0]]
+    may_do = [limit for limit in limits if found.peak(name, ahead=False, limit=limit) is not None]
+    return Reserved(*logged), Reserved(min([free[0], *may_do]), free[1])
+
+
+def room_of(header: Header, walked: list[MemoryWalk], cluster: Cluster, allocator: Allocated | None = None) -> Room:
+    """Return the memory of a schedule's step, by the walks of the ranks on the first devices of a cluster, and by what
+    the allocator of its software reserves, where that is known.
+    """
     most, spec = max(walked, key=lambda found: found.peak_bytes), cluster.spec
-    shared, reserved = spec.gpu.kind == "cpu", spec.reserved
-    held = sum(found.peak_bytes for found in walked) if shared else most.peak_bytes
-    limits = [_limit("host" if shared else "GPU", spec.hbm.capacity_bytes, held, *reserved)]
+    shared, capacity = spec.gpu.kind == "cpu", spec.hbm.capacity_bytes
+    if allocator:
+        least, needed = allocator.needs.least_bytes, allocator.needs.most_bytes
+        one = _limit("GPU", capacity, needed, *spec.reserved_beside_allocator)
+        limits = [msgspec.structs.replace(one, early_bytes=max(0, needed - least), allocator=allocator.name)]
+    else:
+        held = sum(found.peak_bytes for found in walked) if shared else most.peak_bytes
+        limits = [_limit("host" if shared else "GPU", capacity, held, *spec.reserved)]
     if kept := held_by_socket(walked, cluster):
         limits += [_limit(tier.memory, tier.capacity_bytes, tier.held(max(kept.values()))) for tier in tiers(spec)]
     return Room(terms=most.by_term, limits=tuple(limits), formula=footprint(header))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sim.accounts.memory import walks
 from sim.base.garbage import garbage_collection_off
 from sim.engine.play.fold import Fold, fold
-from sim.engine.results.room import Room, room_of
+from sim.engine.results.room import Room, allocated, room_of
 from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.program import Header
 from sim.schedule.methods.one_device import on_one_device
@@ -19,7 +19,9 @@ __all__ = ["Room", "held_behind_passes", "room"]
 def room(found: Configuration) -> Room:
     """Return the memory of a configuration's step, as its prediction would. Raises InputError if it cannot be built."""
     header, folded = _folded(found)
-    return room_of(header, walks(folded.checked), folded.cluster)
+    allocator = found.profile.allocator if found.profile else None
+    reserved = allocated(folded.checked, folded.cluster, allocator)
+    return room_of(header, walks(folded.checked), folded.cluster, reserved)
 
 
 @garbage_collection_off()

@@ -71,7 +71,7 @@ def workspace_bytes(op: ops.Kernel, program: Program) -> int:
         of_label = 9 if casts or op.eager else 9 + wide  # whether there is one, its index, and its logarithm
         capped = DTYPE_BYTES[program.dtype(op.logits)] if op.softcap else 0
         copies = 3 if op.eager else 1 + casts
-        return rows * (op.logits.shape[2] * (wide * copies + capped) + of_label)
+        return rows * (op.logits.shape[2] * (wide * copies + capped) + of_label) + _subtracted(op, program)
     if isinstance(op, ops.LogitKernel):
         return _of_share_of_logits(op, program)
     if isinstance(op, ops.TiledKernel):
@@ -95,7 +95,14 @@ def _of_share_of_logits(op: ops.LogitKernel, program: Program) -> int:
     copies = {ops.LargestLogit: 1, ops.ExpSum: 3, ops.LogitLoss: 4}[type(op)] if op.eager else 1
     copies += 1 if op.softcap and isinstance(op, ops.LogitLoss) else 0
     of_row = 0 if isinstance(op, ops.LargestLogit) else 8 + 2 * wide
-    return rows * (columns * wide * copies + of_row)
+    return rows * (columns * wide * copies + of_row) + (
+        _subtracted(op, program) if isinstance(op, ops.LogitLoss) else 0
+    )
+
+
+def _subtracted(op: ops.CrossEntropy | ops.LogitLoss, program: Program) -> int:
+    """Return the bytes of logits less their largest, where these are another tensor."""
+    return _wide_bytes(op.logits, program) if op.subtracts is True else 0
 
 
 REPEATING = ("aten-cudnn", "aten-efficient")

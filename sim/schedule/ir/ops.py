@@ -611,6 +611,8 @@ class CrossEntropy(_Kernel, frozen=True, kw_only=True):
     eager: bool | msgspec.UnsetType = msgspec.UNSET
     """By torch's ops and their derivatives, of all tokens at once, where it is set: a cast, log_softmax, the gradient
     of its output, that of its input, and a cast back."""
+    subtracts: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """Whether all logits less the largest of their token are another tensor meanwhile, in the data type of sums."""
 
 
 class LargestLogit(_Kernel, frozen=True, kw_only=True):
@@ -674,6 +676,8 @@ class LogitLoss(_Kernel, frozen=True, kw_only=True):
     """As in CrossEntropy."""
     eager: bool | msgspec.UnsetType = msgspec.UNSET
     """As in LargestLogit: the logarithms of shares, the gradient of the labels', that of logits, and a cast back."""
+    subtracts: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """As in CrossEntropy."""
 
 
 class Unpack(_Kernel, frozen=True, kw_only=True):

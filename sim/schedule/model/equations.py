@@ -242,6 +242,11 @@ def cross_entropy_by_shares(
     )
 
 
+def subtracting(scored: Equation) -> Equation:
+    """Return a cross-entropy that holds logits less their largest beside them."""
+    return scored._replace(variant=(("subtracts", True),))
+
+
 def by_torch(scored: Equation) -> Equation:
     """Return a cross-entropy as torch's own ops make it."""
     return scored._replace(variant=(("eager", True),))

@@ -25,14 +25,14 @@ from sim.schedule.model.ends import (
     top,
     w_embed,
 )
-from sim.schedule.model.equations import Equation, back, by_torch
+from sim.schedule.model.equations import Equation, back, by_torch, subtracting
 from sim.schedule.model.scope import ends_of
 from sim.schedule.model.tensor.group import Group
 from sim.schedule.model.tiling import Tiling, write_all
 from sim.schedule.model.weights.params import Params, Reduced, Room
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
-from sim.words.options import LossName, ModulesName
+from sim.words.options import IN_FP32, LossName, ModulesName
 from sim.words.workload import Dtype, ModelSpec
 
 
@@ -150,9 +150,11 @@ class Loss(_End):
         self._hands_over = first == self._unit and not (self._unit.frozen or alone)
         self._head, self._layers = head_of(b.workload.model, modules), b.workload.layers
         self._chunked = form == "chunked"
-        self._unfused = form == "unfused" and b.sum_dtype != b.workload.dtype
+        self._unfused = form in IN_FP32 and b.sum_dtype != b.workload.dtype
         scoring = SCORED_BY_SHARES if group else (scored,)
         self._scored = tuple(map(by_torch, scoring)) if form == "torch" else scoring
+        if form == "subtracted":
+            self._scored = (*scoring[:-1], subtracting(scoring[-1]))
         self._kept: Values = {}
         self._weights: Values = {}
         self.handed_over: Values = {}

@@ -111,9 +111,9 @@ class ProgramBuilder:
         """Return ``function(*views)``, nests of views, having written what it writes.
 
         It is run once for all calls with the same key, pass and form of sequences whose views are of the same shapes
-        and alias each other in the same way; calls after that bind other buffers to the same ops. So it may depend on nothing else but the
-        layer, and on that only in names, labels and ports. Raises ScheduleError if it uses a view that it was not
-        given. Calls within calls are part of them.
+        and alias each other in the same way; calls after that bind other buffers to the same ops. So it may depend on
+        nothing else but the layer, and on that only in names, labels and ports. Raises ScheduleError if it uses a view
+        that it was not given. Calls within calls are part of them.
         """
         if self._writing.key:
             return function(*views)

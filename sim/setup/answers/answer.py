@@ -113,7 +113,7 @@ def fits_said(room: Room) -> str:
     free, of = size(abs(limit.free_bytes), FEW), "" if limit.memory == "GPU" else f" of the {limit.memory}'s memory"
     left = "left" if limit.free_bytes >= 0 else "missing"
     if room.fits is None:
-        return f"; at the limit: {free} {left}{of}, known to {size(limit.within_bytes, FEW)}"
+        return f"; at the limit: {free} {left}{of}, known to {size(limit.known_to_bytes, FEW)}"
     return f"; fits with {free} left{of}" if room.fits else f"; does not fit: {free} missing{of}"
 
 

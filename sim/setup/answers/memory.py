@@ -9,7 +9,6 @@ from sim.base.units import FEW, size
 from sim.engine.results.room import Limit
 from sim.setup.answers.table import Table
 from sim.setup.played import PlayedStep
-from topology.reserved import PARTS
 
 MOST = 3
 """Terms that the sentence names, the largest first."""
@@ -30,7 +29,8 @@ def what_fills(prediction: PlayedStep) -> str:
     named = f"{', '.join(others)} and {last}" if others else last
     rest = f"{size(abs(held.free_bytes), FEW)} of {size(held.capacity_bytes, FEW)}"
     left = f"{rest} is left" if held.free_bytes >= 0 else f"{rest} is missing"
-    return f"{size(held.held_bytes, FEW)} is allocated, most of it for {named}; {left}"
+    allocated = sum(row["bytes"] for row in memory_terms(prediction) if row["is"] == _ALLOCATED)
+    return f"{size(allocated, FEW)} is allocated, most of it for {named}; {left}"
 
 
 def memory_terms(prediction: PlayedStep) -> Table:
@@ -42,8 +42,10 @@ def memory_terms(prediction: PlayedStep) -> Table:
     assert prediction.room is not None
     terms = sorted(prediction.room.terms.items(), key=lambda term: -term[1])
     found: list[tuple[str, int, str]] = [(name, nbytes, _ALLOCATED) for name, nbytes in terms if nbytes]
+    if held.allocator:
+        found.append(("blocks of the allocator", held.held_bytes - sum(prediction.room.terms.values()), _BESIDE))
     if held.reserved_bytes:
-        found.append((", ".join(part.name for part in PARTS), held.reserved_bytes, _BESIDE))
+        found.append((", ".join(part.name for part in held.beside), held.reserved_bytes, _BESIDE))
     found.append(("", abs(held.free_bytes), "left" if held.free_bytes >= 0 else "missing"))
     rows: list[dict[str, Any]] = [
         {"what": what, "bytes": nbytes, "is": state, "share": nbytes / held.capacity_bytes}

@@ -8,11 +8,13 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
+from sim.accounts.memory import walks
 from sim.base.errors import InputError
 from sim.schedule.ir.fragments import Fragment, Port
 from sim.schedule.ir.masks import Span
@@ -86,11 +88,11 @@ STACKS: dict[str, dict[str, Any]] = {
     "micro-batches, one sum": {"micro_batches": 3, "sync": "last"},
     "micro-batches, one sum to the host": {"micro_batches": 2, "sync": "last", "optimiser": "host", "zero_stage": 2},
     "as nanotron, nothing sharded": {
-        "zero_stage": 0, "checkpoint": "none", "loss": "unfused", "micro_batches": 2, "sync": "last",
+        "zero_stage": 0, "checkpoint": "none", "loss": "subtracted", "micro_batches": 2, "sync": "last",
         "accumulate": "in-place", "bucket_mb": 25, "host_waits": "micro-batch",
     },
     "as nanotron, optimiser sharded": {
-        "zero_stage": 1, "checkpoint": "none", "loss": "unfused", "micro_batches": 2, "accumulate": "in-place",
+        "zero_stage": 1, "checkpoint": "none", "loss": "subtracted", "micro_batches": 2, "accumulate": "in-place",
         "reduce_to": "all", "gather": "all", "host_waits": "micro-batch",
     },
     "micro-batches, weights kept": {"micro_batches": 3, "zero_stage": 0, "activations": "host"},
@@ -124,6 +126,20 @@ def test_a_loss_that_is_not_fused_holds_logits_twice() -> None:
     assert checked.schedule.program(0).dtype(op.logits) == "fp32"
     fused, unfused = (make_step("zigzag", 2, step(dtype="fp32"), loss=loss) for loss in ("whole", "unfused"))
     assert fused.schedule.programs == unfused.schedule.programs
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_loss_that_subtracts_holds_logits_once_more_meanwhile(dtype: str) -> None:
+    """In fp32, and not between the passes: there the gradient alone is left."""
+    unfused, other = (is_exact("zigzag", 2, step(dtype=dtype), loss=loss) for loss in ("unfused", "subtracted"))
+    program, plain = other.schedule.program(0), unfused.schedule.program(0)
+    (at,) = [number for number, op in enumerate(program.ops) if isinstance(op, CrossEntropy)]
+    more = np.subtract(walks(other)[0].in_use, walks(unfused)[0].in_use)
+    assert more[at] == 4 * math.prod(program.ops[at].logits.shape)
+    assert np.flatnonzero(more).tolist() == [at]
+    assert [one for one in program.ops if not isinstance(one, CrossEntropy)] == [
+        one for one in plain.ops if not isinstance(one, CrossEntropy)
+    ]
 
 
 @pytest.mark.sweep

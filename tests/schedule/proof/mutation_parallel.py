@@ -89,7 +89,7 @@ OF_MODELS: tuple[dict[str, Any], ...] = (
 OF_STEPS: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3),
     "sync": ("every", "last"),
-    "loss": ("whole", "chunked", "unfused", "torch"),
+    "loss": ("whole", "chunked", "unfused", "subtracted", "torch"),
     "checkpoint": ("full", "none", "attention"),
     "shards": ("all", "replica"),
     "accumulate": ("copies", "copies", "in-place", "in-products"),
