@@ -166,15 +166,8 @@ def report_table(predicted: Prediction) -> Table:
         table.add_row("peak host memory", size(report.peak_host_bytes))
     table.add_row("fits", fits(report))
     table.add_row(f"critical rank {report.critical_rank}", parts_line(report.breakdown))
-    if report.stages:
-        shares = ", ".join(f"{100 * stage.bubbles:.3g}" for stage in report.stages)
-        peaks = ", ".join(size(stage.peak_hbm_bytes) for stage in report.stages)
-        table.add_row("bubbles, by stage", f"{shares} % of the step")
-        if isinstance(report.uneven, float):
-            table.add_row("of uneven micro-batches", f"{100 * report.uneven:.3g} % of the step")
-        table.add_row("peak allocated, by stage", peaks)
-        if reserved := [stage.peak_reserved for stage in report.stages if stage.peak_reserved]:
-            table.add_row("peak reserved, by stage", ", ".join(map(_between, reserved)))
+    for name, shown in _stage_rows(report):
+        table.add_row(name, shown)
     table.add_row("bound by", report.bound_by)
     if report.saves:
         saved = ", ".join(f"{name} {100 * share:.2g} %" for name, share in report.saves.items())
@@ -182,6 +175,18 @@ def report_table(predicted: Prediction) -> Table:
     table.add_row("lower bounds", ", ".join(f"{name} {seconds(s)}" for name, s in report.floors.items()))
     table.add_row("schedule", report.schedule_hash)
     return table
+
+
+def _stage_rows(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield what there is to say of the stages of a pipeline."""
+    if not report.stages:
+        return
+    yield "bubbles, by stage", f"{', '.join(f'{100 * stage.bubbles:.3g}' for stage in report.stages)} % of the step"
+    if isinstance(report.uneven, float):
+        yield "of uneven micro-batches", f"{100 * report.uneven:.3g} % of the step"
+    yield "peak allocated, by stage", ", ".join(size(stage.peak_hbm_bytes) for stage in report.stages)
+    if reserved := [stage.peak_reserved for stage in report.stages if stage.peak_reserved]:
+        yield "peak reserved, by stage", ", ".join(map(_between, reserved))
 
 
 def ties(predictions: Sequence[Prediction]) -> Iterator[str]:
