@@ -36,7 +36,8 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
             assert found == known
             continue
         named = {
-            name: getattr(found, name) for name in ("rates", "runs", "software", "host_optimiser", "eager", "attention")
+            name: getattr(found, name)
+            for name in ("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention")
         }
         kernel = found.attention and found.attention.kernel
         of_it = attending(known, kernel, case.setup.resolved().spec.gpu.chip) if kernel else known
