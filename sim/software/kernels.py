@@ -66,7 +66,7 @@ def running(
     """
     runs = runs_of(kernels)
     if profile is None:
-        if runs or kernels.attention or kernels.issue or kernels.allocator:
+        if runs or kernels.attention or kernels.issue or kernels.allocator or kernels.check_s:
             raise InputError(
                 "`software` names kernels, but at datasheet rates all kernels are alike; set `profile`, or leave it out"
             )
@@ -75,13 +75,14 @@ def running(
     found = attending(profile, attention, chip) if attention else profile
     eager = eager_of(found, kernels.issue, parallel=parallel)
     picks = kernels.torch if attention and kernels.attention == "sdpa" else ""
-    if not (runs or said or picks or eager or kernels.allocator):
+    apart = picks, eager, kernels.allocator, kernels.check_s
+    if not (runs or said or any(apart)):
         return found
-    described, key = _described(found), (said, picks, eager, kernels.allocator, *runs.items())
+    described, key = _described(found), (said, *apart, *runs.items())
     if key not in described:
         described[key] = msgspec.structs.replace(
             found, runs=found.runs | runs, software=said, attention=_as_picked(found.attention, picks), eager=eager,
-            allocator=kernels.allocator,
+            allocator=kernels.allocator, check_s=kernels.check_s,
         )  # fmt: skip
     return described[key]
 

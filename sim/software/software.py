@@ -47,6 +47,9 @@ class Kernels(_Data, frozen=True, kw_only=True):
     """The norm of all gradients, and what scales them down; by default that is in the optimiser's kernel."""
     issue: str = ""
     """Whose eager modules issue kernels, by ``issue.toml``. Empty: a kernel costs the host what it does by itself."""
+    check_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 0.0
+    """What hosts take before each collective for each rank that meets, in seconds, where they make sure that all call
+    the same, as torch's ProcessGroupWrapper does with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     host_optimiser: HostOptimiserName | None = None
     """Whose AdamW runs on the host of GPUs, where ``schedule.optimiser`` is there. None: DeepSpeed's."""
     allocator: AllocatorName | None = None

@@ -284,8 +284,10 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     that is not named; ``call``: a send or receive by itself; ``exchange``: a grouped call, ``message``: each in it."""
     eager: Eager | None = None
     """Of the modules that software runs (``sim.software.issue``); None: they cost no more than their kernels."""
+    check_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 0.0
+    """What hosts take before each collective for each rank that meets (``sim.software.software``)."""
     host: Spread | None = None
-    """Bounds of what ``issue`` and ``eager`` state, as factors, in intervals."""
+    """Bounds of what ``issue``, ``eager`` and ``check_s`` state, as factors, in intervals."""
     attention: FusedAttention | None = None
     """None where nobody has said it."""
     runs: dict[str, tuple[Ran, ...]] = {}

@@ -12,6 +12,7 @@ from sim.engine.costs.cost import CostModel
 from sim.engine.costs.issue import of_module
 from sim.engine.intervals.interval import _scaled
 from sim.engine.intervals.regime import _host_s
+from sim.engine.play.lowered import lowered
 from sim.engine.results.figures import with_calls
 from sim.schedule.ir.ops import Op, Part
 from sim.setup.setup import Setup
@@ -109,12 +110,13 @@ def test_software_without_figures_stays_as_it_is() -> None:
 def test_bounds_and_what_ifs_of_the_host_reach_it() -> None:
     """An interval's host is idle or busy in all that it does; twice its calls are twice that, too."""
     eager = Eager(forward_s=1e-5, backward_s=2e-5)
-    profile = msgspec.structs.replace(H100, eager=eager)
+    profile = msgspec.structs.replace(H100, eager=eager, check_s=1e-4)
     assert profile.host is not None
-    assert _scaled(profile, "high", {}).eager == eager.times(profile.host.high)
+    high = _scaled(profile, "high", {})
+    assert (high.eager, high.check_s) == (eager.times(profile.host.high), 1e-4 * profile.host.high)
     twice = with_calls(profile, 2.0)
     assert twice is not None
-    assert twice.eager == Eager(forward_s=2e-5, backward_s=4e-5)
+    assert (twice.eager, twice.check_s) == (Eager(forward_s=2e-5, backward_s=4e-5), 2e-4)
 
 
 def test_modules_that_nobody_measured_are_refused() -> None:
@@ -134,3 +136,34 @@ def test_regimes_count_the_python_as_measured() -> None:
     assert python_s > 0
     expected_s = longer * (_host_s(simulation) - python_s) + python_s
     assert _host_s(simulation, longer) == pytest.approx(expected_s)
+
+
+def test_hosts_check_collectives_by_how_many_meet() -> None:
+    """Each takes so much longer for each of its ranks, of all replicas although one is played; others do not."""
+    step = SHORT.replace(
+        scope="step", software="megatron", gpus=32, tp_degree=2, dp_degree=16, seq="1K", batch=1,
+        set={"model.num_heads": 8, "model.num_kv_heads": 8},
+    )  # fmt: skip
+    checking = step.replace(set={"software.check_s": 1e-4})
+    plain, checked = _issued_in(step), _issued_in(checking)
+    differences = {
+        (type(op).__name__, ranks): after - before
+        for (op, ranks, before), (_, _, after) in zip(plain, checked, strict=True)
+    }
+    assert {ranks for _, ranks in differences} >= {1, 2, 16}
+    for (_, ranks), seconds in differences.items():
+        assert seconds == pytest.approx(0.0 if ranks == 1 else ranks * 1e-4)
+    assert checking.predicted().step_time_s == checking.replace(engine="simpy").predicted().step_time_s
+    assert checking.predicted().step_time_s > step.predicted().step_time_s + 1e-3
+
+
+def _issued_in(step: Setup) -> list[tuple[Op, int, float]]:
+    """Each kind of op of a step, among how many ranks it is, and what issuing it takes."""
+    found = step.predicted().simulation
+    kinds = lowered(found.fold.checked).issues.found
+    return [(op, ranks, found.cost.issue_s(op, use, ranks)) for op, use, ranks in kinds]
+
+
+def test_rates_of_datasheets_know_no_checks() -> None:
+    with pytest.raises(InputError, match="at datasheet rates"):
+        SHORT.replace(software=None, profile="datasheet", set={"software.check_s": 1e-4}).resolved()

@@ -25,8 +25,10 @@ class IssueCosts:
     def __init__(self, cluster: Cluster, profile: Profile | None, kernels: KernelCosts) -> None:
         self._cluster, self._profile, self._kernels = cluster, profile, kernels
 
-    def seconds(self, op: Op, use: KernelUse | None) -> float:
-        """Return what issuing an op costs the host thread: of a loop all of its kernels, before the first one runs."""
+    def seconds(self, op: Op, use: KernelUse | None, among: int = 1) -> float:
+        """Return what issuing an op costs the host thread: of a loop all of its kernels, before the first one runs; of
+        a collective ``among`` so many ranks also what they check.
+        """
         if use and (each := self._kernels.run(use)):
             return math.fsum(self.seconds(op, kernel) * count for kernel, count in each)
         if isinstance(op, Hold):
@@ -36,6 +38,9 @@ class IssueCosts:
             return self._of_entry(issue.get("exchange")) + op.num_messages * self._of_entry(issue.get("message"), 0.0)
         if isinstance(op, HostSync) and op.calls:
             return op.calls * self._of_entry(issue.get("kernel"))
+        if isinstance(op, Collective):
+            check_s = self._profile.check_s if self._profile else 0.0
+            return self._of_entry(issue.get(op.name)) + among * check_s
         kind = use.kernel if use else _kind(op)
         back_s = self._of_entry(issue.get(SLICE_BACK), 0.0) if use and use.into_slice else 0.0
         return self._of_entry(issue.get(kind, issue.get("kernel") if use else None)) + back_s + self.python_s(op, use)
@@ -64,6 +69,4 @@ def _kind(op: Op) -> str:
     """Return what the issue of an op that is no kernel is called in profiles; empty if it is in none."""
     if isinstance(op, HostCopy):
         return HOST_COPY_KINDS["host"][op.stream]
-    if isinstance(op, Exchange):
-        return "call"
-    return op.name if isinstance(op, Collective) else op.meta.kernel
+    return "call" if isinstance(op, Exchange) else op.meta.kernel

@@ -124,4 +124,5 @@ def _scaled(profile: Profile, bound: Bound, factors: dict[str, float]) -> Profil
             for name, issue in profile.issue.items()
         },
         eager=profile.eager and profile.eager.times(longer),
+        check_s=profile.check_s * longer,
     )

@@ -46,7 +46,7 @@ def _host_s(simulation: Simulation, longer: float = 1.0) -> float:
     most to do.
     """
     arrays, cost = lowered(simulation.fold.checked), simulation.cost
-    both_s = [(cost.issue_s(op, use), cost.python_s(op, use)) for op, use in arrays.issues.found]
+    both_s = [(cost.issue_s(op, use, ranks), cost.python_s(op, use)) for op, use, ranks in arrays.issues.found]
     each_s = np.array([longer * (issue_s - python_s) + python_s for issue_s, python_s in both_s])
     per_rank = np.bincount(arrays.op_rank, each_s[arrays.ops["issue"]], minlength=len(arrays.programs))
     return float(per_rank.max(initial=0.0))

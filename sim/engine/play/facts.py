@@ -172,6 +172,8 @@ def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
         return type(op), op.num_messages
     if isinstance(op, ops.HostSync):
         return type(op), op.calls
+    if isinstance(op, ops.Collective):
+        return type(op), op.communicator
     return type(op), op.stream if isinstance(op, ops.HostCopy) else ""
 
 

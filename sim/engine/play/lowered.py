@@ -6,7 +6,8 @@ is distinct among them: kernel uses, copies, messages, collectives, kinds of iss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from sim.base.errors import InputError
 from sim.base.kept import kept
 from sim.engine.play.facts import COLLECTIVE, EXCHANGE, HOST_COPY, INT, Array, Distinct, facts_of
 from sim.engine.play.met import Met
+from sim.schedule.derive.replicas import among
 from sim.schedule.ir import ops
 from sim.schedule.ir.columns import together
 from sim.schedule.ir.fragments import Fragment
@@ -58,7 +60,7 @@ class Lowered:
         self.uses, self.copies, self.issues = Distinct(), Distinct(), Distinct()
         self.ops = np.zeros(self.num_ops, OP)
         self.op_rank = np.repeat(np.arange(len(programs), dtype=INT), counts)
-        self._lower_programs(programs)
+        self._lower_programs(programs, partial(among, checked.schedule))
         self._lower_dependencies(checked)
         met = Met(checked.schedule, self.first, self.op_rank, self.ops)
         self.transfers, self.transfers_of, self.transfer_message = met.transfers, met.transfers_of, met.transfer_message
@@ -71,8 +73,10 @@ class Lowered:
         """Ops of all ranks."""
         return self.first[-1]
 
-    def _lower_programs(self, programs: Sequence[Program]) -> None:
-        """Set what follows from each rank's program alone, rank by rank, since arrays of all are large."""
+    def _lower_programs(self, programs: Sequence[Program], meets: Callable[[ops.Op], int]) -> None:
+        """Set what follows from each rank's program alone, rank by rank, since arrays of all are large. ``meets`` says
+        how many ranks an op is among.
+        """
         self.op_use, self.op_copy, self.stream_ops = (np.empty(self.num_ops, INT) for _ in range(3))
         names: list[list[str]] = []
         before = [0]
@@ -86,7 +90,7 @@ class Lowered:
                 before.append(before[-1] + len(names[-1]))
                 continue
             names.append(list(dict.fromkeys(name for one in fragments for name in facts_of(one.shared).streams)))
-            numbered = {one: self._numbered(program.rank, one, names[-1]) for one in dict.fromkeys(fragments)}
+            numbered = {one: self._numbered(program.rank, one, names[-1], meets) for one in dict.fromkeys(fragments)}
             found, own = [numbered[one] for one in fragments], self.ops[begin:end]
             own["kind"] = together([facts_of(one.shared).kind for one in fragments])
             own["issue"] = together([of.issue for of in found])
@@ -120,10 +124,10 @@ class Lowered:
         self.op_use[there], self.op_copy[there] = self.op_use[here], self.op_copy[here]
         self.stream_ops[there] = self.stream_ops[here] + (begin - first)
 
-    def _numbered(self, rank: int, fragment: Fragment, streams: list[str]) -> _Numbered:
+    def _numbered(self, rank: int, fragment: Fragment, streams: list[str], meets: Callable[[ops.Op], int]) -> _Numbered:
         """Return what is distinct in a fragment by the numbers that it has here; ``streams`` are those of the rank."""
         facts, alone = facts_of(fragment.shared), Program.of_fragment(fragment, rank)
-        issues = [self.issues.number(key, one) for key, one in facts.issues]
+        issues = [self.issues.number(key, (op, use, meets(op))) for key, (op, use) in facts.issues]
         uses = [self.uses.number(use, use) for use in facts.uses]
         copies = [self.copies.number((rank, *key), (alone, op)) for key, op in facts.copies]
         return _Numbered(

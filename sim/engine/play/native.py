@@ -136,7 +136,7 @@ class Priced:
             "hold": held(lowered, cost),
             "transfer_threads": _floats(cost.threads(one[:2]) for one in lowered.messages)[lowered.transfer_message],
             "group_threads": _floats(cost.threads(call.ranks) for call, _ in lowered.calls)[lowered.group_call],
-            "issue_s": np.array([cost.issue_s(op, use) for op, use in lowered.issues.found], float),
+            "issue_s": np.array([cost.issue_s(*one) for one in lowered.issues.found], float),
             **activities.arrays(),
         }
         cuda = cluster.spec.gpu.kind == "cuda"

@@ -30,7 +30,7 @@ from sim.engine.play.jitter import Stretch
 from sim.engine.play.lowered import Times
 from sim.engine.play.network import Network
 from sim.schedule.derive.matching import Key
-from sim.schedule.derive.replicas import whole_group
+from sim.schedule.derive.replicas import among, whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Program
 from sim.schedule.proof.check import Checked
@@ -62,7 +62,8 @@ class _Rank:
         for index, op in enumerate(program.ops):
             if isinstance(op, ops.HostCopy | ops.HostAdamW):
                 self.activities[index] = cost.on_host(rank, program, op)
-        issue_s = map(cost.issue_s, program.ops, checked.kernels[rank])
+        meets = cache(partial(among, checked.schedule))
+        issue_s = map(cost.issue_s, program.ops, checked.kernels[rank], map(meets, program.ops))
         self.issues = list(_issues(program, issue_s, inline=gpu.kind == "cpu"))
         behind = _behind(program, cuda=gpu.kind == "cuda")
         self.waits = [(*data, *kernel) for data, kernel in zip(checked.dependencies[rank].waits, behind, strict=True)]

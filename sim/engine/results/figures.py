@@ -89,7 +89,8 @@ def with_calls(profile: Profile | None, factor: float) -> Profile | None:
     if profile is None:
         return None
     issue = {kind: msgspec.structs.replace(one, host_s=one.host_s * factor) for kind, one in profile.issue.items()}
-    return msgspec.structs.replace(profile, issue=issue, eager=profile.eager and profile.eager.times(factor))
+    eager = profile.eager and profile.eager.times(factor)
+    return msgspec.structs.replace(profile, issue=issue, eager=eager, check_s=profile.check_s * factor)
 
 
 def with_attention(profile: Profile, factor: float) -> Profile:

@@ -178,7 +178,7 @@ class _Priced(native.Priced):
         activities = _Activities()
         super().__init__(arrays, cluster, cast("CostModel", costs), activities)
         capacities = [world.resources.capacities() for world in costs.clusters]
-        issues = [costs.issues_s(op, use) for op, use in arrays.issues.found]
+        issues = [costs.issues_s(*one) for one in arrays.issues.found]
         self.arrays |= {
             "world_seconds": _padded(activities.seconds, most),
             "world_amounts": _padded(activities.amounts, most),

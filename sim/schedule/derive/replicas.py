@@ -12,7 +12,7 @@ where is proved of all ranks.
 
 from __future__ import annotations
 
-from sim.schedule.ir.ops import AllGather, AllReduce, Barrier, Collective, Exchange, ReduceScatter
+from sim.schedule.ir.ops import AllGather, AllReduce, Barrier, Collective, Exchange, Op, ReduceScatter
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import Split
 from sim.words.mesh import Mesh
@@ -66,6 +66,15 @@ def whole_group(schedule: Schedule, communicator: str, members: tuple[int, ...])
         return members
     group = schedule.whole.communicator(communicator).group_of(schedule.order[members[0]])
     return tuple(sorted([schedule.place[rank] for rank in group]))
+
+
+def among(schedule: Schedule, op: Op) -> int:
+    """Return how many ranks a collective meets, with those in replicas that the schedule leaves out: of its largest
+    group; 1 of other ops.
+    """
+    if not isinstance(op, Collective):
+        return 1
+    return max(map(len, schedule.whole.communicator(op.communicator).groups))
 
 
 def num_alike(schedule: Schedule) -> int:
