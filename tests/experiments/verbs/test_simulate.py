@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 def test_simulate_prints_one_object_with_all_figures(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulate(capsys, *H100)
     said = ["assumed", "answer", "rests_on"]
-    later = ["room", "training", "stages", "peak_reserved"]
+    later = ["room", "training", "stages", "uneven", "peak_reserved"]
     assert [*found, *later] == [*said, *Report.__struct_fields__], (
         "the last are of training steps, of pipelines, and of software whose allocator is known"
     )
