@@ -24,7 +24,13 @@ from sim.setup.setup import Setup
 
 
 class Extended(NamedTuple):
-    """A step that was told by few of its layers and micro-batches, without noise between kernels; not proved whole."""
+    """A step that was told by few of its layers and micro-batches, without noise between kernels; not proved whole.
+
+    >>> from sim.plan.extended import extended
+    >>> few = extended(Setup(model="llama3-8b", cluster="hgx-h100", schedule="ulysses", seq="16K", scope="step"))
+    >>> few.fits, few.bound_by, few.answer.startswith("Ulysses takes ")
+    (True, 'compute', True)
+    """
 
     setup: Setup
     step_time_s: float
@@ -49,7 +55,7 @@ class Extended(NamedTuple):
     def answer(self) -> str:
         """What it says in one sentence."""
         found = self.setup.resolved()
-        name, work, within = str(self.setup.schedule), found.workload, self.interval
+        name, work, within = found.asked.schedule, found.workload, self.interval
         taken = seconds(self.step_time_s, digits_within(*within) if within else FEW)
         known = seconds_between(*within) if within else "interval not known"
         sequences = found.mesh.dp * work.batch
