@@ -43,12 +43,16 @@ def uneven(trace: Trace, schedule: Schedule) -> float | UnsetType:
 
 
 def passes_of(trace: Trace, schedule: Schedule) -> Passes | None:
-    """Return what stages did by a trace of a schedule; None as ``uneven`` says."""
+    """Return what stages did by a trace of all ranks of a schedule, which may be those that are played for others; None
+    as ``uneven`` says.
+    """
     header = schedule.header
-    ranks = [header.mesh.place(number)["pp"] for number in trace.numbers]
+    if header.mesh.pp == 1 or not header.workload.sequences:
+        return None
+    ranks = [header.mesh.place(rank)["pp"] for rank in range(schedule.num_ranks)]
     firsts = [ranks.index(stage) for stage in range(header.mesh.pp)]
-    programs = [schedule.program(trace.numbers[at]) for at in firsts]
-    if header.mesh.pp == 1 or not header.workload.sequences or not all(program.begins for program in programs):
+    programs = [schedule.program(rank) for rank in firsts]
+    if not all(program.begins for program in programs):
         return None
     stages = Stages(header.mesh, header.workload, options_of(header))
     found = Passes([stages.items(stage) for stage in range(header.mesh.pp)], [], [], [])
@@ -63,7 +67,7 @@ def passes_of(trace: Trace, schedule: Schedule) -> Passes | None:
 
 
 def _times(trace: Trace, at: int, program: Program) -> list[list[float]]:
-    """Return of each pass of a rank, whose place in the trace is given, when it has run its last kernel, when it takes
+    """Return of each pass of a rank, when it has run its last kernel, when it takes
     what another stage has handed on, and when what it hands on can leave; where it does not, 0.
     """
     first, ops, came = trace.ops.starts[at], program.ops, set[int]()

@@ -8,10 +8,11 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.plan.search.branches import Played, least_limits, least_of, played, step_of
+from sim.plan.search.branches import Played, least_limits, least_of, played
 from sim.plan.search.few import of_layers, of_played, of_turns
 from sim.plan.search.passes import Pass, Work, least_steps, walked
 from sim.plan.search.space import Branch, Family, families
+from sim.plan.search.steps import step_of
 from sim.schedule.model.pipeline.stages import Stages
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
