@@ -63,7 +63,7 @@ def test_a_global_batch_is_of_all_replicas() -> None:
     assert (found.mesh.dp, found.workload.batch, found.options.micro_batches) == (2, 2, 2)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_every_packing_is_played_with_what_it_costs() -> None:
     found = longstep.balance_micro_batches(step(), planners=["all-gather", "wlb-llm"])
     assert [(row["packer"], row["planner"]) for row in found] == [

@@ -141,7 +141,7 @@ def test_regimes_count_the_python_as_measured() -> None:
 def test_hosts_check_collectives_by_how_many_meet() -> None:
     """Each takes so much longer for each of its ranks, of all replicas although one is played; others do not."""
     step = SHORT.replace(
-        scope="step", software="megatron", gpus=32, tp_degree=2, dp_degree=16, seq="1K", batch=1,
+        scope="step", software="megatron", gpus=8, tp_degree=2, dp_degree=4, seq="1K", batch=1,
         set={"model.num_heads": 8, "model.num_kv_heads": 8},
     )  # fmt: skip
     checking = step.replace(set={"software.check_s": 1e-4})
@@ -150,7 +150,7 @@ def test_hosts_check_collectives_by_how_many_meet() -> None:
         (type(op).__name__, ranks): after - before
         for (op, ranks, before), (_, _, after) in zip(plain, checked, strict=True)
     }
-    assert {ranks for _, ranks in differences} >= {1, 2, 16}
+    assert {ranks for _, ranks in differences} >= {1, 2, 4}
     for (_, ranks), seconds in differences.items():
         assert seconds == pytest.approx(0.0 if ranks == 1 else ranks * 1e-4)
     assert checking.predicted().step_time_s == checking.replace(engine="simpy").predicted().step_time_s
