@@ -11,15 +11,23 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sim.base.errors import InputError
-from sim.base.units import FEW, digits_within, number, seconds, seconds_between
 from sim.engine.intervals.interval import Interval
 from sim.engine.results.room import Room
 from sim.plan.search.few import turns_of
 from sim.plan.search.steps import room_of_step, steps_of
-from sim.setup.answers.answer import Grounds, as_html, as_text, fits_said
+from sim.setup.answers.answer import (
+    Grounds,
+    as_html,
+    as_text,
+    figures_of,
+    fits_said,
+    interval_said,
+    name_on,
+    takes,
+    time_within,
+)
 from sim.setup.answers.table import Table
 from sim.setup.configuration import Configuration
-from sim.setup.global_batch import told
 from sim.setup.setup import Setup
 
 
@@ -53,15 +61,11 @@ class Extended(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """What it says in one sentence."""
-        found = self.setup.resolved()
-        name, work, within = found.asked.schedule, found.workload, self.interval
-        taken = seconds(self.step_time_s, digits_within(*within) if within else FEW)
-        known = seconds_between(*within) if within else "interval not known"
-        sequences = found.mesh.dp * work.batch
-        of = f" for {told(sequences, sequences * work.real_seq)}" if sequences > 1 else ""
-        rate = f"{number(self.tokens_per_s_per_gpu, FEW)} tokens/s/GPU"
-        return f"{name[0].upper()}{name[1:]} takes {taken} a step ({known}){of}, {rate}{fits_said(self.room)}"
+        """What it says in one sentence, as predictions do."""
+        found, within = self.setup.resolved(), self.interval
+        taken, known = time_within(self.step_time_s, within), interval_said(found.profile, within)
+        figures = figures_of(found.mesh, found.workload, taken, known, self.tokens_per_s_per_gpu)
+        return takes(name_on(found.schedule, found.mesh), figures + fits_said(self.room))
 
     @property
     def rests_on(self) -> list[str]:
@@ -110,7 +114,7 @@ def extended(setup: Setup) -> Extended:
     found, steps = setup.resolved(), steps_of(setup)
     within, grounds = steps.rests
     bounded, room = steps.bound, room_of_step(setup, steps.last)
-    tokens = found.mesh.dp * found.workload.batch * found.workload.real_seq
+    tokens = found.mesh.dp * found.workload.num_real_tokens
     return Extended(
         setup, steps.step_s, within, tokens / steps.step_s / found.mesh.size, room, bounded.by, bounded.saves,
         _played(found, [one.resolved() for one in steps.setups]), grounds,

@@ -23,11 +23,16 @@ from sim.setup.setup import Setup
 def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_length: bool = False) -> Setup:
     """Return a setup with the ``global_batch`` that its plan keeps, on so many GPUs or any of ``counts``; ``any`` where
     a ``batch`` above 1 says what each replica has. Where lengths are looked for it is ``of_any_length``: then raises
-    InputError for one in tokens.
+    InputError for one in tokens; and always for documents of each micro-batch, whose number plans choose.
 
     >>> with_batch(Setup(gpus=64, seq="64K")).assumed["global_batch"], with_batch(Setup(seq="4M")).global_batch
     ('8', '1')
     """
+    if setup.documents is not None and names.micro_batches_of(setup.documents):
+        raise InputError(
+            "`documents` of each micro-batch are of one step, and plans choose how many micro-batches there are: give "
+            "documents that all sequences share, or ask for one step"
+        )
     if setup.global_batch is not None:
         if of_any_length and counts_tokens(setup.global_batch):
             raise InputError(

@@ -44,6 +44,17 @@ def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     assert few.played.startswith("told by ")
 
 
+def test_unlike_micro_batches_are_all_played() -> None:
+    """None adds what another one does; their layers are few all the same."""
+    documents = tuple([(8192 - 256 * number, 256 * number) if number else (8192,) for number in range(8)])
+    given: dict[str, Any] = {"schedule": "ring", "gpus": 4, "pp_degree": 2, "seq": "8K", "documents": documents}
+    setup = Setup(model="llama3-8b", cluster="hgx-h100", scope="step", jitter=0.0, **given)
+    few, whole = extended(setup), setup.predicted()
+    assert few.played == "told by 8 and 10 of 32 layers"
+    assert few.step_time_s == pytest.approx(whole.step_time_s, rel=1e-3)
+    assert few.answer.partition(" (")[2].partition("), ")[2] == whole.answer.partition(" (")[2].partition("), ")[2]
+
+
 def test_what_is_small_is_played_whole() -> None:
     few = extended(setup_of("layers").replace(layers=2))
     assert few.played == "played whole"

@@ -130,6 +130,13 @@ def test_a_case_file_says_it() -> None:
     assert again.resolved().mesh.dp == 2
 
 
+def test_plans_take_no_documents_of_each_micro_batch() -> None:
+    """Nobody has asked for the global batch that a plan would assume, so that is not what is refused."""
+    documents = ((5000, 3192), (8192,))
+    with pytest.raises(InputError, match="^`documents` of each micro-batch are of one step, and plans choose"):
+        with_batch(Setup(model="tiny", cluster="hgx-h100", gpus=8, seq="8K", documents=documents))
+
+
 @pytest.mark.parametrize(
     ("seq", "gpus", "sequences"),
     [(2**13, 64, 64), (2**13, 24, 48), (2**16, 64, 8), (2**16, 24, 8), (100_000, 8, 4), (2**19, 64, 1), (2**21, 64, 1)],

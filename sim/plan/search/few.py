@@ -90,10 +90,10 @@ def of_turns(setup: Setup, *, steady: bool = True) -> Few:
 
 
 def at_most(setup: Setup, count: int) -> Setup:
-    """Return a setup with so many micro-batches at most, each as large as before."""
+    """Return a setup with so many micro-batches at most, each as large as before; itself where they are unlike."""
     found = setup.resolved()
     turns = turns_of(found)
-    if turns <= count or found.workload.batch % turns:
+    if turns <= count or found.workload.batch % turns or found.workload.sequences:
         return setup
     each = found.workload.batch // turns
     return setup.spelled_out().replace(batch=each * count, set={"schedule.micro_batches": count})
@@ -123,6 +123,8 @@ def _turns_told(found: Configuration, *, steady: bool) -> tuple[int, int] | None
     where only all of them will do.
     """
     pp = found.mesh.pp
+    if found.workload.sequences:
+        return None  # each has documents of its own, so none adds what another does
     each = round_of(found) if pp > 1 else 1
     if each == 1:
         return (pp + 1, pp + 2) if steady and pp > 1 else TURNS

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from sim.base.units import FEW, digits_within, length, number, seconds, seconds_between, size
 from sim.engine.costs.series import BEYOND_RANGE
 from sim.engine.intervals.extrapolated import Decisive, decisive
+from sim.engine.intervals.interval import Interval
 from sim.engine.intervals.learned import shipped
 from sim.engine.intervals.regime import Regime, regime
 from sim.engine.play.simulate import Simulation
@@ -26,8 +27,9 @@ from sim.setup.global_batch import told
 from sim.setup.names import scope_title
 from sim.setup.played import PlayedStep
 from sim.setup.unnamed_software import Slowest
+from sim.words.mesh import Mesh
 from sim.words.profile import Profile
-from sim.words.workload import DTYPE_BYTES
+from sim.words.workload import DTYPE_BYTES, Workload
 
 _BOUND_BY: dict[Regime, str] = {"kernels": "kernels", "links": "links", "host": "the host"}
 _TRANSFER = re.compile(rf"(\w+) of (\d+) bytes among (\d+) ranks: {BEYOND_RANGE}")
@@ -50,7 +52,7 @@ def sentence(predictions: Sequence[PlayedStep]) -> str:
     first, *others = sorted(fitting or predictions, key=lambda one: one.step_time_s)
     name = named(first)
     if len(predictions) == 1:
-        return f"{name[0].upper()}{name[1:]} takes {_figures(first)}"
+        return takes(name, _figures(first))
     does = "trains fastest" if first.room else "is fastest"
     of = (
         "" if len(fitting) == len(predictions) else f" of the {len(fitting)} that fit" if others else ", and alone fits"
@@ -58,49 +60,73 @@ def sentence(predictions: Sequence[PlayedStep]) -> str:
     return f"{name[0].upper()}{name[1:]} {does}{of}: {_figures(first)}{_behind(first, others)}"
 
 
+def takes(name: str, figures: str) -> str:
+    """Return the sentence of one step."""
+    return f"{name[0].upper()}{name[1:]} takes {figures}"
+
+
 def named(prediction: PlayedStep) -> str:
     """Return a schedule by its name, and by its degrees where it has two."""
-    mesh, entry = prediction.checked.schedule.header.mesh, NAMED.get(prediction.schedule)
+    return name_on(prediction.schedule, prediction.checked.schedule.header.mesh)
+
+
+def name_on(schedule: str, mesh: Mesh) -> str:
+    """Return the name of a schedule on a mesh, with its degrees where it has two."""
+    entry = NAMED.get(schedule)
     two = len(entry.degrees) > 1 if entry else mesh.ulysses > 1 and mesh.ring > 1
-    return f"{prediction.schedule} {degrees(prediction)}" if two else prediction.schedule
+    return f"{schedule} {_degrees(schedule, mesh)}" if two else schedule
 
 
 def degrees(prediction: PlayedStep) -> str:
     """Return the degrees of what its schedule splits, and of replicas where there are several: ``U 4 R 2 DP 2``; of
     what splits nothing ``1 GPU``.
     """
-    entry = NAMED.get(prediction.schedule)
-    return prediction.checked.schedule.header.mesh.named(entry.degrees if entry else ()) or "1 GPU"
+    return _degrees(prediction.schedule, prediction.checked.schedule.header.mesh) or "1 GPU"
+
+
+def _degrees(schedule: str, mesh: Mesh) -> str:
+    entry = NAMED.get(schedule)
+    return mesh.named(entry.degrees if entry else ())
 
 
 def _figures(prediction: PlayedStep) -> str:
     """Return a step's time with its interval, its rate, and whether it fits."""
-    found, workload = prediction.figures, prediction.checked.schedule.header.workload
-    of = "a step" if workload.scope == "step" else f"for {scope_title(workload.scope, workload.layers)}"
-    rate = f"{number(found.tokens_per_s_per_gpu, FEW)} tokens/s/GPU"
+    found, header = prediction.figures, prediction.checked.schedule.header
     fits = fits_said(found.room) if found.room else _exceeds(found)
-    return f"{step_time(prediction)} {of} ({interval(prediction)}){_sequences(prediction)}, {rate}{fits}"
+    taken, known = step_time(prediction), interval(prediction)
+    return figures_of(header.mesh, header.workload, taken, known, found.tokens_per_s_per_gpu) + fits
 
 
-def _sequences(prediction: PlayedStep) -> str:
-    """Return how many sequences all replicas train in a step, where they are several."""
-    header = prediction.checked.schedule.header
-    sequences = header.mesh.dp * header.workload.batch
-    several = header.workload.scope == "step" and sequences > 1
-    return f" for {told(sequences, header.mesh.dp * header.workload.num_real_tokens)}" if several else ""
+def figures_of(mesh: Mesh, workload: Workload, taken: str, known: str, rate: float) -> str:
+    """Return a step's time, as it is said with its interval, how many sequences all replicas train in it, where they
+    are several, and tokens per second and GPU.
+    """
+    step, sequences = workload.scope == "step", mesh.dp * workload.batch
+    of = "a step" if step else f"for {scope_title(workload.scope, workload.layers)}"
+    trained = f" for {told(sequences, mesh.dp * workload.num_real_tokens)}" if step and sequences > 1 else ""
+    return f"{taken} {of} ({known}){trained}, {number(rate, FEW)} tokens/s/GPU"
 
 
 def step_time(prediction: PlayedStep) -> str:
     """Return a step time with the digits that its interval leaves it."""
-    within = prediction.interval
-    return seconds(prediction.step_time_s, digits_within(*within) if within else FEW)
+    return time_within(prediction.step_time_s, prediction.interval)
+
+
+def time_within(step_s: float, within: Interval | None) -> str:
+    """Return seconds with the digits that their interval leaves them."""
+    return seconds(step_s, digits_within(*within) if within else FEW)
 
 
 def interval(prediction: PlayedStep) -> str:
     """Return the 90 % interval with the digits that it has."""
-    if prediction.profile is None:
+    return interval_said(prediction.profile, prediction.interval)
+
+
+def interval_said(profile: Profile | None, within: Interval | None) -> str:
+    """Return an interval with the digits that it has, or why there is none."""
+    if profile is None:
         return "at datasheet rates"
-    return seconds_between(*prediction.interval) if prediction.interval else "interval not known"
+    return seconds_between(*within) if within else "interval not known"
 
 
 def _exceeds(found: Report) -> str:
