@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from sim.accounts.footprint import options_of
 from sim.accounts.trace import Trace
 from sim.schedule.ir.ops import Exchange
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.model.pipeline.account import Parts, played_in_parts
 from sim.schedule.model.pipeline.stages import LINKS, Stages
 from sim.schedule.model.step import Item
 
@@ -108,26 +108,11 @@ def equal(passes: Passes) -> Passes:
 
 def ends_s(passes: Passes) -> float:
     """Return when the last pass ends: each begins behind the one before it on its stage, and behind what another chunk
-    hands on to it (arXiv:2401.10241, appendix G).
+    hands on to it.
     """
-    here: dict[tuple[str, int, int], float] = {}
-    free, at = [0.0] * len(passes.items), [0] * len(passes.items)
-    last = max(item.chunk for items in passes.items for item in items)
-    while any(place < len(items) for place, items in zip(at, passes.items, strict=True)):
-        before = list(at)
-        for stage, (items, needs_s, leaves_s, took_s) in enumerate(zip(*passes, strict=True)):
-            while at[stage] < len(items) and (needed := _needed(items[at[stage]], last, here)) is not None:
-                (kind, micro, chunk), place = items[at[stage]], at[stage]
-                takes_s = max(free[stage] + needs_s[place], needed)
-                free[stage] = takes_s + took_s[place] - needs_s[place]
-                here[kind[0], micro, chunk] = takes_s + max(leaves_s[place] - needs_s[place], 0.0)
-                at[stage] += 1
-        assert at != before, "stages wait for each other"
-    return max(free)
-
-
-def _needed(item: Item, last: int, here: Mapping[tuple[str, int, int], float]) -> float | None:
-    """Return when what a pass needs of another chunk is there, None where it is not yet."""
-    if item.kind == "W" or item.chunk == (0 if item.kind == "F" else last):
-        return 0.0
-    return here.get((item.kind[0], item.micro, item.chunk - item.onward))
+    parts: dict[Item, Parts] = {}
+    for items, *times in zip(*passes, strict=True):
+        for item, needs, leaves, took in zip(items, *times, strict=True):
+            through = max(leaves - needs, 0.0)
+            parts[item] = Parts(needs, through, took - needs - through)
+    return max(stage.end for stage in played_in_parts(passes.items, parts.__getitem__))

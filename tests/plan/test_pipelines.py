@@ -10,10 +10,12 @@ import longstep
 from longstep import InputError, Setup
 from sim.plan.search.branches import Played, least_limits, least_of, played
 from sim.plan.search.few import of_layers, of_played, of_turns
-from sim.plan.search.passes import Pass, Work, least_steps, walked
+from sim.plan.search.passes import Work, least_steps, walked
 from sim.plan.search.space import Branch, Family, families
 from sim.plan.search.steps import step_of
+from sim.schedule.model.pipeline.account import Parts
 from sim.schedule.model.pipeline.stages import Stages
+from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
 from tests.helpers import by_tier
@@ -36,7 +38,7 @@ def steps_of(pipeline: str, pp: int, micro_batches: int, chunks: int = 1) -> flo
     options = LayerOptions(pipeline_schedule=pipeline, pipeline_chunks=chunks, micro_batches=micro_batches)
     workload = longstep.workload("tiny", 64, batch=micro_batches, scope="step", layers=pp * chunks)
     taken_s = {"F": F_S, "B": B_S, "W": W_S, "BW": B_S + W_S}
-    passes = {(kind, at): Pass(0.0, s / chunks, 0.0) for kind, s in taken_s.items() for at in range(pp * chunks)}
+    passes = {(kind, at): Parts(0.0, s / chunks, 0.0) for kind, s in taken_s.items() for at in range(pp * chunks)}
     return walked(Stages(Mesh(pp=pp), workload, options), [Work(passes, passes, 0.0, 0.0)] * pp).all_s
 
 
@@ -200,6 +202,14 @@ def test_a_pipeline_is_found_where_links_are_slow() -> None:
     found = longstep.plan(setup, options=options, most=2, jobs=1)
     assert "PP" in found.best[0]["schedule"]
     assert [row["step_time_s"] / 32 for row in found.best] == pytest.approx(by_trying(setup, options)[:2], rel=1e-4)
+
+
+@pytest.mark.parametrize("pipeline", by_tier({"zb-v"}, {"looped-bfs", "dualpipe-v"}, PIPELINES))
+def test_no_order_of_passes_is_below_its_bound(pipeline: str) -> None:
+    """Also where a chunk takes what the one before it, of the same stage, has left."""
+    setup = make_step(pipeline_schedule=pipeline, layers=8)
+    least, step_s = least_steps(setup), setup.predicted().step_time_s
+    assert 0.6 * step_s < least.passes_s <= least.all_s <= step_s
 
 
 def test_bounds_of_stages_that_cannot_be_are_refused() -> None:

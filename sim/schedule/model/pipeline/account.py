@@ -33,12 +33,36 @@ class Held(NamedTuple):
     """Of both together."""
 
 
+class Parts(NamedTuple):
+    """How long a pass takes, in the unit of the costs."""
+
+    before: float
+    """Up to where it needs what another pass hands on, such as what checkpoints compute again first."""
+    through: float
+    """From there until what it hands on is made."""
+    behind: float
+
+    @property
+    def whole(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
 def played(tables: Sequence[Sequence[Item]], cost: Callable[[Item], float], hand_over: float = 0) -> list[Spent]:
+    """Return by stage when it does what its timetable says, where a pass takes ``cost`` from what it needs to what it
+    hands on: see ``played_in_parts``.
+    """
+    return played_in_parts(tables, lambda item: Parts(0, cost(item), 0), hand_over)
+
+
+def played_in_parts(
+    tables: Sequence[Sequence[Item]], parts: Callable[[Item], Parts], hand_over: float = 0
+) -> list[Spent]:
     """Return by stage when it does what its timetable says, each pass as soon as it can.
 
-    A pass takes ``cost``. What it hands on to another stage arrives ``hand_over`` later, and keeps none busy
-    (arXiv:2401.10241 app. G). Whole numbers stay whole. Raises ScheduleError where stages wait for each other, or for
-    what no stage does.
+    What a pass hands on to another stage arrives ``hand_over`` later, and keeps none busy (arXiv:2401.10241 app. G).
+    ``parts`` is asked once for each pass, those of a stage in their order. Whole numbers stay whole. Raises
+    ScheduleError where stages wait for each other, or for what no stage does.
     """
     last = max(item.chunk for items in tables for item in items)
     done: dict[_Pass, tuple[float, int]] = {}
@@ -50,18 +74,20 @@ def played(tables: Sequence[Sequence[Item]], cost: Callable[[Item], float], hand
         items, now = tables[stage], clock[stage]
         while len(begins[stage]) < len(items):
             item = items[len(begins[stage])]
-            need = _needed(item, last)
+            need, there = _needed(item, last), 0.0
             if need is not None:
                 if need not in done:
                     awaited.setdefault(need, []).append(stage)
                     break
                 end, by = done[need]
-                now = max(now, end if by == stage else end + hand_over)
-            begins[stage].append(now)
-            now += cost(item)
+                there = end if by == stage else end + hand_over
+            before, through, behind = parts(item)
+            needs = max(now + before, there)
+            begins[stage].append(needs - before)
+            now = needs + through + behind
             if item.kind != "W":
                 made = (item.kind == "F", item.micro, item.chunk)
-                done[made] = now, stage
+                done[made] = needs + through, stage
                 ready += awaited.pop(made, ())
         clock[stage] = now
     if awaited:
