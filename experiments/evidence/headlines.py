@@ -37,6 +37,8 @@ class Headline(NamedTuple):
     """Share of the measured times in the predicted 90 % interval; None where there are no intervals."""
     target: str
     met: str
+    attention_alone: bool = False
+    """Whether all cases are of attention, without the layers around it: these have a table of their own."""
 
     @property
     def row(self) -> list[str]:
@@ -182,4 +184,5 @@ def _headline(what: str, found: Sequence[CasePrediction], target: float | None) 
         published.coverage(found),
         "" if target is None else f"{100 * target:g} %",
         "" if target is None else "missed" if errors.mean > target else "met",
+        all(one.case.setup.scope == "attention" for one in found),
     )

@@ -48,6 +48,7 @@ _TERMS = (
     "be off. Executed steps are held against it by their quiet repeats, beside which kernels took as long as in the "
     "calibration. A blind error is the mean of the first prediction, before anyone had seen how far off it was."
 )
+_ALONE = "Attention alone, without the layers around it:"
 _REGIMES = (
     "Steps by what is busiest in them: kernels, links, or the host, at the upper end of what sources say of it. "
     "Errors and half-widths are medians; a half-width is half of the span of errors that measured times within the "
@@ -73,6 +74,7 @@ _POINTS = (
 
 def chapter(
     rows: Sequence[Sequence[str]],
+    alone: Sequence[Sequence[str]],
     regimes: Sequence[Sequence[str]],
     evidence: Sequence[Evidence],
     records: Sequence[Kept[Record]],
@@ -82,8 +84,8 @@ def chapter(
     command: str,
     folder: Path,
 ) -> str:
-    """Return the chapter of headlines, regimes, case files, records, labs and profiles, written by ``command``, to lie
-    in a folder.
+    """Return the chapter of headlines, those of attention ``alone`` in a table of their own, regimes, case files,
+    records, labs and profiles, written by ``command``, to lie in a folder.
     """
     parts = [
         _MARK,
@@ -93,6 +95,8 @@ def chapter(
         _TERMS,
         markdown_table(HEADLINE_HEADS, rows),
     ]
+    if alone:
+        parts += [_ALONE, markdown_table(HEADLINE_HEADS, alone)]
     if regimes:
         parts += ["## Intervals", _REGIMES, markdown_table(REGIME_HEADS, regimes)]
     if records:

@@ -97,13 +97,17 @@ def _write(
         errors.write(encoded(learned))
     evidence = [one._replace(found=_within(one.found, learned.without(one.file.title))) for one in evidence]
     anew = [_within(found, learned.without(steps_on(record))) for record, found in zip(records, anew, strict=True)]
-    rows = [one.row for one in headlines(evidence, records, anew)]
+    rows, alone = (
+        [one.row for one in headlines(evidence, records, anew) if one.attention_alone is apart]
+        for apart in (False, True)
+    )
     regimes = regime_rows(_step_sets(evidence, kept, anew), learned)
     print_table(REGIME_HEADS, regimes, console)
     names = preset_names("sim/profiles", ".json") if profiles else []
     residuals = {name: leave_one_out(load_profile(name)) for name in names}
     folder = Path(to.path).parent
-    to.write(chapter(rows, regimes, evidence, kept, labs, residuals, command=command_line(), folder=folder).encode())
+    text = chapter(rows, alone, regimes, evidence, kept, labs, residuals, command=command_line(), folder=folder)
+    to.write(text.encode())
     if front:
         front.write(on_front_page(_text(front), rows).encode())
 

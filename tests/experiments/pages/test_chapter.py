@@ -166,12 +166,18 @@ def committed() -> str:
 def test_the_committed_chapter_names_all_sources() -> None:
     """Each case file with the profile that ships now; what its table says, the rows at the top say, too."""
     text = committed()
-    few, *rest = tables(text)
-    assert len(few) - 1 <= 18, "a front page is read where it is short"
-    rows = {row[0]: row for row in few[1:]}
+    few, alone, *rest = tables(text)
+    assert len(few) - 1 <= 14, "a front page is read where it is short"
+    assert few[0] == alone[0] == [*HEADLINE_HEADS]
+    rows = {row[0]: row for row in (*few[1:], *alone[1:])}
     groups = [table for table in rest if table[0][0] == "group"]
-    files = [file for file, _ in read_all(["all"])]
+    read = read_all(["all"])
+    files = [file for file, _ in read]
     assert len(files) == len(preset_names(FOLDER))
+    apart = [file.title for file, cases in read if all(case.setup.scope == "attention" for case in cases)]
+    assert [name for name in rows if name.startswith(tuple(f"published: {title}" for title in apart))] == [
+        row[0] for row in alone[1:]
+    ]
     for file in files:
         assert f"### {file.title}" in text
         for line in (*rests_on(file), *measured_on(file)):
@@ -191,6 +197,13 @@ def test_the_committed_chapter_names_all_sources() -> None:
             row = dict(zip(few[0], rows[shown[0]], strict=True))
             shown_of = [row[head] for head in ("mean error", "bias", "worst")]
             assert shown_of == [last[head] for head in ("mean", "bias", "worst")]
+
+
+def test_the_front_page_says_how_many_sets_of_attention_alone_miss() -> None:
+    _, (_, *rows), *_ = tables(committed())
+    missed = sum(row[-1] == "missed" for row in rows)
+    said = f"attention alone, where {missed} of {len(rows)} sets miss their target"
+    assert said in (ROOT / "README.md").read_text()
 
 
 def test_the_committed_chapter_shows_the_committed_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,4 +228,4 @@ def test_the_front_page_says_what_the_quiet_repeats_of_a_slower_machine_show() -
 def test_the_front_page_shows_the_first_table_of_the_chapter() -> None:
     rows = tables(committed())[0][1:]
     assert front_table(rows) in (ROOT / "README.md").read_text()
-    assert any("GPU" in row[0] for row in rows)
+    assert any("H100" in row[0] for row in rows)
