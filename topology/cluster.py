@@ -197,6 +197,14 @@ class Cluster:
                 f"buffers on the GPUs"
             )
 
+    def links_of(self, device: int) -> list[int]:
+        """Return the links on the ways of a device up to all that joins it to others, both directions; those of devices
+        that are alike in the same order.
+        """
+        node, place = divmod(self._placement[device], self.spec.gpus_per_node)
+        edges = (edge for climb in self._climbs(place) for edge in (*climb.up, *climb.down))
+        return [self._equals(one.name)[node] for edge in edges for one in edge.resources]
+
     def host_route(self, device: int, *, to_host: bool) -> Route:
         """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster
         has no such memory.

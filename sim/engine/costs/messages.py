@@ -16,6 +16,7 @@ from sim.engine.traffic.least import least_seconds, needs
 from sim.engine.traffic.ways import by_node
 from sim.schedule.ir.ops import Barrier, Collective
 from topology.cluster import Cluster
+from topology.fabric.resources import LINKS
 
 
 class _Like(NamedTuple):
@@ -104,13 +105,13 @@ class MessageCosts:
     def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int, played: int | None = None) -> Activity:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole).
 
-        Where only the first so many ranks are ``played``, what it does to their links and memories: the others are on
-        nodes that are like theirs.
+        Where only ranks below a number are ``played``, what it does to their links and memories: those of the others
+        are like theirs.
         """
         key = (type(op), ranks, nbytes)
         if key not in self._collective_cache:
             own = ranks if played is None else tuple([rank for rank in ranks if rank < played])
-            near = None if len(own) == len(ranks) else len(own)
+            near = None if len(own) == len(ranks) else played
             traffic = link_traffic(op.name, ranks, nbytes, self._cluster, near)
             if isinstance(op, Barrier) or len(ranks) == 1:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
@@ -125,5 +126,17 @@ class MessageCosts:
                     by = ""
                 spread = Spread(nodes, len(ranks) / nodes)
                 moving = Moving(op.name, own, len(ranks), spread, *traffic, least_s, inside, by)
-                self._collective_cache[key] = self._moving.activity(moving)
+                activity = self._moving.activity(moving)
+                self._collective_cache[key] = activity if near is None else self._of_played(activity, own)
         return self._collective_cache[key]
+
+    def _of_played(self, activity: Activity, own: tuple[int, ...]) -> Activity:
+        """Return an activity without links of ranks that are not played: nothing else loads these as it loads others,
+        and where sums of loads are rounded otherwise, the last bit of a speed may differ.
+        """
+        *before, last = activity
+        if not isinstance(last, Flow):
+            return activity
+        resources, links = self._cluster.resources, frozenset[int]().union(*map(self._cluster.links_of, own))
+        demands = [one for one in last.demands if one[0] in links or resources[one[0]].group not in LINKS]
+        return (*before, last._replace(demands=tuple(demands)))

@@ -15,7 +15,6 @@ from sim.engine.results.sensitivity import IMBALANCE, TOLD, Bound, bound
 from sim.plan.search.bounds import least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
 from sim.plan.search.room import room
-from sim.schedule.derive.replicas import folds
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import Grounds, grounds_of
 from sim.setup.setup import Setup
@@ -107,7 +106,7 @@ def _steps_of_layers(few: Few) -> tuple[float, Simulation, _Fewer | None]:
 def _simulation(setup: Setup) -> Simulation:
     found = setup.resolved()
     schedule = found.built()
-    return simulate(Checked(schedule, folds=folds(schedule)), found.cluster, found.profile, engine=found.engine)
+    return simulate(Checked(schedule), found.cluster, found.profile, engine=found.engine)
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:
