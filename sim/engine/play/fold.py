@@ -73,12 +73,8 @@ def fold(checked: Checked, cluster: Cluster, *, members: bool = True) -> Fold:
     """Return what has to be played of a schedule on a cluster: ranks of each class, or all. ``members`` says whether
     those of a tensor-parallel group may be equal: with noise they are not.
     """
-    mesh, found, played = (
-        checked.schedule.header.mesh,
-        roles(checked.schedule),
-        dict[Axis, Mapping[int, Sequence[int]]](),
-    )
-    alike: dict[Axis, tuple[int, ...]] = {axis: of for axis, of in found.items() if len(set(of)) < len(of)}
+    mesh, played = checked.schedule.header.mesh, dict[Axis, Mapping[int, Sequence[int]]]()
+    alike = {axis: places for axis, places in roles(checked.schedule).items() if len(set(places)) < len(places)}
     if not members:
         alike.pop("tp", None)
     if alike and (why := _why_all(cluster)):

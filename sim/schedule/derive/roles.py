@@ -50,12 +50,14 @@ def roles(schedule: Schedule) -> Roles:
     if len(known) < len(spans):
         return found
     for axis in AXES:
-        some = {other: firsts(places) for other, places in found.items() if other != axis}
-        places = of_kinds(schedule, axis, some)
-        if axis == "tp":
-            places = _refined(places, [one.members for one in known.values()])
-        if _stand(schedule, {**some, axis: firsts(places)}, {name for name, one in known.items() if one.over(axis)}):
-            found[axis] = places
+        others = {other: firsts(places) for other, places in found.items() if other != axis}
+        found[axis] = of_kinds(schedule, axis, others)
+    found["tp"] = _refined(found["tp"], [one.members for one in known.values()])
+    some = {axis: firsts(places) for axis, places in found.items()}
+    unlike = _unlike(schedule, some)
+    for axis in AXES:
+        if any(known[name].over(axis) for name in unlike):
+            found[axis] = tuple(range(mesh.degrees[axis]))
     return found
 
 
@@ -122,23 +124,19 @@ def spans_over_replicas(communicator: Communicator, mesh: Mesh) -> bool | None:
     return False if within == set(communicator.groups) else None
 
 
-def _stand(schedule: Schedule, places: Mapping[Axis, Sequence[int]], over: set[str]) -> bool:
-    """Return whether ranks at some places may stand for all: whatever they do over others by communicators that are
-    ``over`` an axis, does not depend on which these are.
+def _unlike(schedule: Schedule, places: Mapping[Axis, Sequence[int]]) -> set[str]:
+    """Return the communicators by which ranks at some places do what depends on whom they meet: ranks that they do not
+    stand for.
     """
     if all(len(some) == schedule.header.mesh.degrees[axis] for axis, some in places.items()):
-        return True
+        return set()
     programs = map(schedule.program, schedule.header.mesh.at(places))
     fragments = {call.fragment.shared for program in programs for call in program.calls}
-    return all(
-        op.communicator not in over or is_alike_for_all(op)
-        for fragment in fragments
-        for op in fragment.ops
-        if isinstance(op, Exchange | Collective)
-    )
+    ops = (op for fragment in fragments for op in fragment.ops if isinstance(op, Exchange | Collective))
+    return {op.communicator for op in ops if not _is_alike_for_all(op)}
 
 
-def is_alike_for_all(op: Op) -> bool:
+def _is_alike_for_all(op: Op) -> bool:
     """Return whether an op sums for all of a group, or gathers or scatters parts of one size."""
     if isinstance(op, AllReduce | Barrier):
         return True
