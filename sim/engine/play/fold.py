@@ -111,7 +111,7 @@ def _placed(cluster: Cluster, order: Sequence[int]) -> Cluster:
     """Return a cluster on which the devices of some ranks come first."""
     if list(order) == list(range(len(order))):
         return cluster
-    return Cluster(cluster.spec, [cluster.devices[rank].number for rank in order])
+    return cluster.placed([cluster.devices[rank].number for rank in order])
 
 
 def _notes(played: Played, mesh: Mesh) -> Iterator[str]:
