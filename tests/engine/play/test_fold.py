@@ -28,7 +28,7 @@ from sim.words.profile import Profile, load_profile
 from sim.words.workload import Workload, load_model
 from tests.helpers import DRAWN, OFFLOADED, VARIANTS, make_model, uses_host_memory
 from topology.cluster import Cluster, load_cluster
-from topology.specs import ClusterSpec, NicSpec, PerGpu
+from topology.specs import ClusterSpec, LinkSpec, NicSpec, PerGpu
 
 
 def machine(name: str, nodes: int, gpus_per_node: int, slow: tuple[int, ...] = ()) -> ClusterSpec:
@@ -324,3 +324,32 @@ def test_links_of_some_alike_nodes_tell_those_of_all(kind: Any, nodes: int, per_
             own = [cluster.resources[link].group for link in near.nbytes]
             assert {*own} == {cluster.resources[link].group for link in whole.nbytes}
             assert len(near.nbytes) * nodes == len(whole.nbytes) * max(2, first)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "played"),
+    [
+        pytest.param({}, {}, {0: [0], 1: [1, 2, 3]}, id="the first one counts norms"),
+        pytest.param({"per_gpu": {6: PerGpu(speed=0.9)}}, {}, {0: [0], 1: [1, 3], 2: [2]}, id="a slow GPU"),
+        pytest.param({"nodes": 4, "gpus_per_node": 2}, {}, {0: [0], 1: [1], 2: [2, 3]}, id="pairs on nodes"),
+        pytest.param({"nodes": 8, "gpus_per_node": 1}, {}, {}, id="each on a node of its own"),
+        pytest.param({"per_gpu": {6: PerGpu(link=0.9)}}, {}, {}, id="a slow port"),
+        pytest.param({"nic": NicSpec(bytes_per_s=5e10, latency_s=1e-6, per_node=2)}, {}, {}, id="two GPUs on a NIC"),
+        pytest.param(
+            {"bridged_gpus": 4, "nvlink": LinkSpec(bytes_per_s=1e11, latency_s=1e-6)}, {}, {}, id="pairs linked"
+        ),
+        pytest.param({"nvlink": None}, {}, {}, id="PCIe switches"),
+        pytest.param({}, {"optimiser": "host"}, {}, id="memory of the host"),
+        pytest.param({}, {"tp_overlap": "shards"}, {}, id="unlike members"),
+    ],
+)
+def test_members_fold_where_their_links_are_their_own(
+    change: dict[str, Any], options: dict[str, str], played: dict[int, list[int]]
+) -> None:
+    workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=512, dtype="bf16", scope="step", layers=1)
+    entry = names.entry("ring")
+    given = names.options(entry, "ring", list(options.items()), "")
+    checked = Checked(entry.schedule(workload, Mesh(tp=4, ring=2), given, Hints()))
+    cluster = Cluster(msgspec.structs.replace(machine("hgx-h100", 2, 4), **change))
+    assert fold(checked, cluster).played.get("tp", {}) == played
+    assert not fold(checked, cluster, members=False).played
