@@ -20,6 +20,7 @@ IN_FP32: tuple[LossName, ...] = ("unfused", "subtracted")
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
 TensorOverlap = Literal["none", "gradients", "shards"]
+MemoryOrder = Literal["bsh", "sbh"]
 OptimiserPlace = Literal["gpu", "host"]
 WeightsPlace = Literal["gpu", "host", "host-states"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -86,6 +87,11 @@ class LayerOptions:
     """Whether ranks that have shares of weights have some of their group's tokens each between products of these
     (sequence parallelism, arXiv:2205.05198 §4.2.2); else all have all of them there and compute the same, and what they
     sum up is summed up on all (arXiv:1909.08053 §3)."""
+    memory_order: MemoryOrder = "bsh"
+    """Of several sequences at a time that such ranks have: whether between attention one sequence lies behind the other
+    (bsh), so that gathered tokens, and those to be scattered, are copied; or in each token all sequences lie together
+    (sbh), as in Megatron-LM and nanotron, so that a part of the tokens is a part of memory. Attention takes one
+    sequence behind the other in any case."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -210,7 +216,7 @@ class LayerOptions:
         return found
 
 
-OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True}
+OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "memory_order": "bsh"}
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",

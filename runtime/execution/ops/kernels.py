@@ -11,6 +11,7 @@ import torch
 from runtime.execution.ops.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.execution.ops.dense import run_token_kernel
 from runtime.execution.ops.linear import linear_backward, linear_forward, state_product, state_sum
+from runtime.execution.ops.matrices import matrices
 from runtime.execution.ops.packed import packed_backward, packed_forward
 from runtime.execution.ops.state import run_state_kernel
 from runtime.execution.ops.unfused import Capped, chunked_backward, chunked_forward, standard_backward, standard_forward
@@ -96,10 +97,12 @@ def _linear(op: ops.LinearKernel, storage: Storage) -> str:
 
 def _in_tiles(op: ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:
     """Run a loop over tiles of tokens, whose temporaries last for one tile. Weights and their gradients are shared by
-    all tiles; tokens are those of batch and sequence, one after the other.
+    all tiles; tokens are those of batch and sequence, as they follow each other in memory.
     """
     operands = [*map(storage.read, op.reads), *map(storage.write, op.writes)]
-    rows = [tensor.view(1, -1, tensor.shape[-1]) if tensor.dim() == 3 else tensor for tensor in operands]
+    (of_tokens,) = matrices(*[tensor for tensor in operands if tensor.dim() == 3])
+    rest = iter(of_tokens)
+    rows = [next(rest).unsqueeze(0) if tensor.dim() == 3 else tensor for tensor in operands]
     stop, names = 0, dict[str, None]()
     for tile in tiles(op, storage.program):
         ended = ends(tile.program, len(operands))

@@ -282,7 +282,8 @@ class _Ranks:
         """Return the program of the one in its place, with the shards of a rank."""
         plans, workload, mesh, options, stages = self.plans, self.workload, self.mesh, self.options, self.stages
         role = mesh.role(rank)
-        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model))
+        major = mesh.tp > 1 and options.memory_order == "sbh"
+        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model), token_major=major)
         if workload.scope == "attention":
             b.workload = workload.of_layer(0)
             return attention_program(b, plans[0].shard(role), plans[0].attention)

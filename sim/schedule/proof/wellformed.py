@@ -19,7 +19,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import FULL, sharing_a_pair
 from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
-from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
+from sim.schedule.ir.views import Buffer, Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import kind_of, tensor_of, with_options
 from sim.schedule.proof.contents import FAR, spell
 from sim.words.workload import Dtype, ModelSpec, Workload, accumulation_dtype
@@ -37,6 +37,9 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
                 f"rank {program.rank} buffer {buffer.name!r} has dims {buffer.dims!r} and shape {buffer.shape}: a size "
                 f"of 0 or more for each"
             )
+        if buffer.token_major and not buffer.dims.startswith("bs"):
+            named = f"rank {program.rank} buffer {buffer.name!r} of dims {buffer.dims!r}"
+            raise ScheduleError(f"{named} has no tokens that could be first in memory")
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
             problem = port_problem(port, program, workload.model)
@@ -147,6 +150,8 @@ def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:
         return f"takes {source.dtype} for {target.dtype}"
     if not (is_contiguous(op.source, source) and is_contiguous(op.target, target)):
         return "copies a view with gaps; copy it into a buffer first"
+    if source.lies != target.lies:
+        return f"copies from {source.lies} to {target.lies}: copy engines move bytes in their order"
     stream = ops.FETCH if target.place == "hbm" else ops.OFFLOAD
     return "" if op.stream == stream else f"is on stream {op.stream!r}: copies to {target.place} take {stream!r}"
 
@@ -213,12 +218,16 @@ def _shape_problem(op: ops.Op, program: Program) -> str:
 
 
 def _gap_problem(op: ops.Kernel | ops.HostAdamW, program: Program) -> str:
-    """Return where a view does not lie in one piece for a kernel that needs it so."""
+    """Return where a view does not lie in one piece for a kernel that needs it so, or in the order of others."""
+    first: Buffer | None = None
     for name, mark in operands(type(op)).items():
         for view in views_in(getattr(op, name)) if mark.contiguous else ():
-            if not is_contiguous(view, program.buffers[view.buffer]):
-                buffer = program.buffers[view.buffer].name
-                return f"takes for {name} a view of buffer {buffer!r} with gaps; copy it into a buffer first"
+            buffer = program.buffers[view.buffer]
+            if not is_contiguous(view, buffer):
+                return f"takes for {name} a view of buffer {buffer.name!r} with gaps; copy it into a buffer first"
+            first = first or buffer
+            if buffer.token_major != first.token_major:
+                return f"takes {name} as {buffer.lies} beside {first.lies}: copy it into a buffer of one order first"
     return ""
 
 

@@ -14,7 +14,7 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.engine.play.simulate import simulate
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Gemm, ReduceScatter
+from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Gemm, HostCopy, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split
 from sim.schedule.methods.catalog import SCHEDULES
@@ -27,16 +27,19 @@ from tests.schedule.proof.test_check_catches import refuses
 from topology.cluster import Cluster, load_cluster
 
 MESHES = {"2 ranks": Mesh(tp=2), "4 ranks": Mesh(tp=4), "rings of 2": Mesh(tp=2, ring=2)}
+BESIDE = ("memory_order", "activations")
+"""Options that layers may be given by name."""
 
 
 def layers(
     mesh: str = "2 ranks", tp_overlap: TensorOverlap = "none", *, tp_sequence: bool = True, **fields: Any
 ) -> Schedule:
     dtype = fields.pop("dtype", "fp64")
+    batch, beside = fields.pop("batch", 1), {name: fields.pop(name) for name in BESIDE if name in fields}
     model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=24, **fields)
-    workload = Workload(model=model, seq=32, dtype=dtype, scope="layer", layers=2)
+    workload = Workload(model=model, seq=32, batch=batch, dtype=dtype, scope="layer", layers=2)
     entry = SCHEDULES["ring" if "ring" in mesh else "single"]
-    options = dataclasses.replace(entry.options, tp_overlap=tp_overlap, tp_sequence=tp_sequence)
+    options = dataclasses.replace(entry.options, tp_overlap=tp_overlap, tp_sequence=tp_sequence, **beside)
     return entry.schedule(workload, MESHES[mesh], options)
 
 
@@ -72,6 +75,40 @@ def test_collectives_of_a_layer() -> None:
         *(("backward", AllGather, 4), ("backward", ReduceScatter, 2)),
     ):
         assert sum(isinstance(op, kind) and op.part == part for op in ops) == 2 * count, (part, kind)
+
+
+def test_gathered_tokens_are_copied_where_sequences_lie_one_behind_the_other() -> None:
+    """Of each of 6 gathers and 4 sums of a layer. Of one sequence both orders are one."""
+
+    def copies(**fields: Any) -> int:
+        return sum(isinstance(op, Copy) for op in layers(**fields).program(0).ops)
+
+    assert copies(batch=2) == 2 * (6 + 4)
+    assert copies(batch=2, memory_order="sbh") == copies() == 0
+    assert layers(memory_order="sbh").program(0) == layers().program(0)
+
+
+def test_tokens_that_arrive_in_another_order_of_memory() -> None:
+    """The bytes of two sequences would be taken for those of tokens."""
+
+    def with_others(kind: type, *, first: bool, **fields: Any) -> Schedule:
+        """Return layers with all that ops of a kind read in the order where tokens are first in memory, or are not."""
+        schedule = layers(batch=2, memory_order="sbh", **fields)
+
+        def change(rank: int) -> Program:
+            program = schedule.program(rank)
+            read = {view.buffer for op in program.ops if isinstance(op, kind) for view in op.reads}
+            buffers = [
+                msgspec.structs.replace(buffer, token_major=first or msgspec.UNSET) if number in read else buffer
+                for number, buffer in enumerate(program.buffers)
+            ]
+            return program.replace(buffers=tuple(buffers))
+
+        return Schedule(schedule.header, change)
+
+    refuses(with_others(AllGather, first=False), r"disagree on its parts: .*'bse'.*'sbe'")
+    refuses(with_others(HostCopy, first=False, activations="host"), "copies from bs.* to sb")
+    refuses(with_others(Gemm, first=True), "has no tokens that could be first")
 
 
 def test_sums_on_all_ranks() -> None:

@@ -121,6 +121,12 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
                                                     "micro_batches": 3, "batch": 3, "zero_stage": 0}),
     "stages that make some gradients apart": (Mesh(tp=2, pp=2), {"pipeline_schedule": "dualpipe-v", "layers": 4,
                                                                 "micro_batches": 4, "batch": 4}),
+    "tokens first in memory": (Mesh(tp=2), {"memory_order": "sbh", "tp_overlap": "shards", "mlp": "tiled", "batch": 2}),
+    "tokens first in memory, chunks of the loss": (Mesh(tp=2, dp=2), {"memory_order": "sbh", "loss": "chunked",
+                                                                     "vocab_size": 400, "micro_batches": 2,
+                                                                     "batch": 8, "activations": "host"}),
+    "tokens first in memory, stages": (Mesh(tp=2, pp=2), {"memory_order": "sbh", "tp_overlap": "gradients",
+                                                         "modules": "eager", "micro_batches": 2, "batch": 4}),
     "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
                                                    "micro_batches": 3, "batch": 3}),
 }  # fmt: skip
@@ -129,7 +135,10 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "case",
     by_tier(
-        {"replicas", "chunks of the loss", "two members a key/value head", "own shards first", "all tokens on all"},
+        {
+            *("replicas", "chunks of the loss", "two members a key/value head", "own shards first"),
+            *("all tokens on all", "tokens first in memory"),
+        },
         {"as nanotron", "one weight for both ends", "norms of q and k", "all tokens on all, stages"},
         CASES,
     ),

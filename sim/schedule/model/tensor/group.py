@@ -180,9 +180,9 @@ class Group(NamedTuple):
             rows.values[tensor] = summed
 
     def gathered(self, b: ProgramBuilder, tensor: Tensor, own: View) -> View:
-        """Append what brings all tokens of a tensor here, where they are not; return them. Where there are several
-        sequences they arrive by members, and are copied, as torch's all-gather along another dimension than the first
-        does it (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
+        """Append what brings all tokens of a tensor here, where they are not; return them. Where those of several
+        sequences lie one behind the other they arrive by members, and are copied, as torch's all-gather along another
+        dimension than the first does it (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
         """
         if not self.options.tp_sequence:
             return own
@@ -227,9 +227,8 @@ class Group(NamedTuple):
 
     def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
         """Return where all tokens of a tensor are to be, and where they arrive."""
-        size, (batch, tokens, *inner) = len(self.over.groups[0]), own.shape
-        shape = (batch, tokens * size, *inner)
-        view = b.buffer(tensor.name, tensor.dims, shape, b.dtype(own), "communication", layer=tensor.layer)
+        size = len(self.over.groups[0])
+        view = b.activation(tensor, own.shape[TOKENS] * size, b.dtype(own), "communication", tensor.layer)
         whole = Split(view, TOKENS, size)
         return whole, whole if b.parts_are_contiguous(whole) else self._by_member(b, tensor, own)
 
