@@ -19,6 +19,7 @@ IN_FP32: tuple[LossName, ...] = ("unfused", "subtracted")
 """Losses of a copy of the logits in the data type of sums, which becomes their gradient."""
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
+ProductsName = Literal["apart", "joined"]
 TensorOverlap = Literal["none", "gradients", "shards"]
 MemoryOrder = Literal["bsh", "sbh"]
 OptimiserPlace = Literal["gpu", "host"]
@@ -73,6 +74,11 @@ class LayerOptions:
     Hugging Face's LlamaRMSNorm and LlamaMLP run in turn (eager), of which backward keeps a copy of a norm's input in
     the data type of sums, what its weight multiplies, and the activated gate (transformers 4.57.6
     src/transformers/models/llama/modeling_llama.py)."""
+    products: ProductsName = "apart"
+    """Whether linear layers of one input (of q, k and v, and of an MLP's gate and up) are a product each, as those of
+    Hugging Face and torchtitan; or one for all, forward, backward and of weights' gradients, as Megatron-LM's
+    linear_qkv and linear_fc1 and nanotron's qkv_proj and gate_up_proj. Adapted ones are apart in any case, and all are
+    where attention projects part by part."""
     tp_overlap: TensorOverlap = "none"
     """What of tensor parallelism is sent beside products. none: nothing but the sum of an input's gradient, beside the
     last of its products for a weight's. gradients: backward of products by columns of weights, the input is gathered
@@ -221,11 +227,11 @@ OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "memory_
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
-          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused",
+          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused", "products": "apart",
           "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
-OF_LAYERS = ("modules", *OF_GROUPS)
+OF_LAYERS = ("modules", "products", *OF_GROUPS)
 """What attention alone has nothing of."""
 
 OF_STEPS = (

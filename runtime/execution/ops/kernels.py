@@ -51,8 +51,8 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         return "nothing"
     if isinstance(op, ops.Copy | ops.Fold):
         return _copy(op, storage)
-    if isinstance(op, ops.TiledKernel):
-        return _in_tiles(op, storage, attention)
+    if isinstance(op, ops.JoinedGemm | ops.TiledKernel):
+        return _several(op, storage, attention)
     if isinstance(op, ops.StateKernel | ops.HostAdamW):
         return run_state_kernel(op, storage)
     return run_token_kernel(op, storage)
@@ -93,6 +93,13 @@ def _linear(op: ops.LinearKernel, storage: Storage) -> str:
     else:
         assert_never(op)
     return "eager linear attention"
+
+
+def _several(op: ops.JoinedGemm | ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:
+    """Run what consists of other kernels."""
+    if isinstance(op, ops.TiledKernel):
+        return _in_tiles(op, storage, attention)
+    return " and ".join(dict.fromkeys([run_token_kernel(product, storage) for product in op.products]))
 
 
 def _in_tiles(op: ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:

@@ -153,8 +153,9 @@ def _blocks(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> t
     """Return what layers of each kind compute of a micro-batch of sequences of a form."""
     step, rows = workload.scope == "step", num_tokens(plan.shard(0).tokens)
     batch = workload.batch // options.micro_batches or 1  # of a form there is one sequence
+    products = "apart" if plan.partwise else options.products
     found = [
-        block_in_tiles(options.mlp if step else "whole", one, rows, options.modules)
+        block_in_tiles(options.mlp if step else "whole", one, rows, options.modules, products)
         for one, _ in msgspec.structs.replace(workload, batch=batch).kinds()
     ]
     return tuple([with_projections_apart(one) if plan.partwise else one for one in found])

@@ -290,6 +290,20 @@ def _parts_of_blocks(op: ops.Attend | ops.AttendBackward) -> str:
     return ""
 
 
+def _joined_problem(op: ops.JoinedGemm, program: Program, schedule: Schedule) -> str:
+    """Return where a product of several layers has not one of each for each, or what one of them may not be."""
+    count, given, made = len(op.b), len(op.a), len(op.out)
+    wanted = (count, 1) if op.form == "nt" else (1, count)
+    if (given, made) != wanted or len(op.bias) not in {0, count} or not count:
+        return f"takes {given} times {count} for {made} with {len(op.bias)} biases in form {op.form}: of one side one"
+    if op.bias and (op.form != "nn" or op.accumulate):
+        return f"adds a bias in form {op.form}: allowed is nn, alone"
+    problems = (
+        _shape_problem(product, program) or _rule_problem(product, program, schedule) for product in op.products
+    )
+    return next(filter(None, problems), "")
+
+
 def _attention_problem(op: ops.AttentionKernel | ops.LinearKernel, workload: Workload) -> str:
     """Return what does not fit of a kernel of attention."""
     computes = "linear" if workload.attention == "linear" else "softmax"
@@ -333,6 +347,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         return rotated or _number_problem(
             "theta", op.theta, "rope_theta of the model", *[one.rope_theta for one in kinds]
         )
+    if isinstance(op, ops.JoinedGemm):
+        return _joined_problem(op, program, schedule)
     if isinstance(op, ops.BiasedGemm):
         return "" if op.form == "nn" and not op.accumulate else f"adds a bias in form {op.form}: allowed is nn, alone"
     if isinstance(op, ops.RmsNorm | ops.EagerNorm):
@@ -433,9 +449,10 @@ def _collision(op: ops.Op, reads: tuple[View, ...], writes: tuple[View, ...], pr
     """
     if len({view.buffer for view in (*reads, *writes)}) == len(reads) + len(writes):
         return ""
-    in_place = {
+    updated = [
         getattr(op, name) for name, mark in operands(type(op)).items() if mark.is_written and mark.is_read_by(op)
-    }
+    ]
+    in_place = {view for value in updated for view in views_in(value)}
     pairs = [*combinations(writes, 2), *((a, b) for a in reads for b in writes if not (a == b and a in in_place))]
     for a, b in pairs:
         if a.buffer == b.buffer and overlap(a.slices, b.slices):

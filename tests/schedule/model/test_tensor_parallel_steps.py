@@ -127,6 +127,11 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
                                                                      "batch": 8, "activations": "host"}),
     "tokens first in memory, stages": (Mesh(tp=2, pp=2), {"memory_order": "sbh", "tp_overlap": "gradients",
                                                          "modules": "eager", "micro_batches": 2, "batch": 4}),
+    "joined products": (Mesh(tp=2), {"products": "joined", "tp_overlap": "shards", "biases": ("qkv",)}),
+    "joined products, some kept": (Mesh(tp=4), {"products": "joined", "num_kv_heads": 2, "checkpoint": "x+q+up",
+                                               "qk_norm": "head", "tp_sequence": False}),
+    "joined products, stages": (Mesh(tp=2, pp=2), {"products": "joined", "pipeline_schedule": "zb-h1", "zero_stage": 0,
+                                                  "micro_batches": 2, "batch": 2, "accumulate": "in-products"}),
     "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
                                                    "micro_batches": 3, "batch": 3}),
 }  # fmt: skip
@@ -137,7 +142,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     by_tier(
         {
             *("replicas", "chunks of the loss", "two members a key/value head", "own shards first"),
-            *("all tokens on all", "tokens first in memory"),
+            *("all tokens on all", "tokens first in memory", "joined products"),
         },
         {"as nanotron", "one weight for both ends", "norms of q and k", "all tokens on all, stages"},
         CASES,
