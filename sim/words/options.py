@@ -20,7 +20,7 @@ IN_FP32: tuple[LossName, ...] = ("unfused", "subtracted")
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
 ProductsName = Literal["apart", "joined"]
-TensorOverlap = Literal["none", "gradients", "shards"]
+TensorOverlap = Literal["none", "gradients", "shards", "chunks"]
 MemoryOrder = Literal["bsh", "sbh"]
 OptimiserPlace = Literal["gpu", "host"]
 WeightsPlace = Literal["gpu", "host", "host-states"]
@@ -87,8 +87,13 @@ class LayerOptions:
     where products of one input are one. shards: that, and products of gathered tokens begin with the rank's own and go
     on with those before and those behind: forward by columns (nanotron 0.4 parallel/tensor_parallel/functional.py,
     _ColumnLinearAsyncCommunication), and backward by rows, as later versions have it, from memory: 0.4 gathers there
-    what other ranks make by their own rows, which is no gradient. What attention projects part by part, MLPs in tiles
-    and a loss in chunks are as with none."""
+    what other ranks make by their own rows, which is no gradient. chunks: gradients, and in place of what shards have
+    products of gathered tokens take those of one member at a time, which copy engines hand on around the group beside
+    them; and products by rows forward take those of one member at a time, each of which is sent there beside the next,
+    and summed up there (userbuffers of TransformerEngine, common/comm_gemm_overlap/comm_gemm_overlap.cpp,
+    split_overlap_ag and split_overlap_rs of CommOverlapP2PBase; torch's distributed/_symmetric_memory,
+    _pipelined_all_gather_and_consume and _pipelined_produce_and_all2all: from memory). Inside a node alone, and not of
+    the head. What attention projects part by part, MLPs in tiles and a loss in chunks are as with none."""
     tp_sequence: bool = True
     """Whether ranks that have shares of weights have some of their group's tokens each between products of these
     (sequence parallelism, arXiv:2205.05198 §4.2.2); else all have all of them there and compute the same, and what they

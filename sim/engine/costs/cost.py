@@ -42,7 +42,7 @@ class CostModel:
         self._host = HostCosts(cluster, profile, kernels, moving, self.notes)
         self.kernel, self.kernel_anywhere, self.kernel_seconds = kernels.at, kernels.anywhere, kernels.seconds
         self.peak_share, self.limited, self.run = kernels.peak_share, kernels.limited, kernels.run
-        self.transfer, self.collective = messages.transfer, messages.collective
+        self.transfer, self.copied, self.collective = messages.transfer, messages.copied, messages.collective
         issue = IssueCosts(cluster, profile, kernels)
         self.issue_s, self.python_s = issue.seconds, issue.python_s
         self.held_by_messages = cache(partial(held_by_messages, cluster))

@@ -120,7 +120,10 @@ class Priced:
             rank = list(ranks.values())[which]
             kernels[number] = activities.add(cost.kernel_anywhere(rank, lowered.uses.found[use]))
         copies = activities.numbers(cost.on_host(program.rank, program, op) for program, op in lowered.copies.found)
-        messages = activities.numbers(cost.transfer(*message) for message in lowered.messages)
+        messages = activities.numbers(
+            (cost.copied if one.by_copies else cost.transfer)(one.source, one.target, one.nbytes, one.group)
+            for one in lowered.messages
+        )
         played = len(lowered.programs)
         calls = activities.numbers(cost.collective(op, call.ranks, call.nbytes, played) for call, op in lowered.calls)
         handoff = activities.add(cost.handoff) if cost.handoff else -1

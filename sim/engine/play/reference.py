@@ -205,7 +205,9 @@ class _Player:
             source, target, _, nbytes = self._matching.transfers[number]
             for rank, index in (source, target):
                 self._ranks[rank].begun[index] = now
-            activity = self._cost.transfer(source[0], target[0], nbytes, self._group(op.communicator, key[0]))
+            group = self._group(op.communicator, key[0])
+            move = self._cost.copied if op.by_copies else self._cost.transfer
+            activity = move(source[0], target[0], nbytes, group)
             cores = self._cost.threads((source[0], target[0]))
             self._begin_moving(source[0], "out", cores)
             self._begin_moving(target[0], "in", cores)

@@ -106,6 +106,9 @@ class _Costs:
     def transfer(self, *what: Any) -> tuple[Activity, ...]:
         return self._each("moves", "transfer", *what)
 
+    def copied(self, *what: Any) -> tuple[Activity, ...]:
+        return self._each("moves", "copied", *what)
+
     def collective(self, *what: Any) -> tuple[Activity, ...]:
         return self._each("moves", "collective", *what)
 

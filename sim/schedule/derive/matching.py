@@ -101,6 +101,7 @@ class _Tensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: Dtype
     nbytes: int
+    by_copies: bool
 
 
 @kept
@@ -108,11 +109,13 @@ def _tensors(form: Form) -> tuple[list[_Tensor], list[_Tensor]]:
     """Return what an Exchange sends, and what it receives; nothing of other ops."""
     if not isinstance(form.op, ops.Exchange):
         return [], []
-    program = alone(form)
+    program, by_copies = alone(form), form.op.by_copies is True
 
     def tensors(messages: tuple[ops.Message, ...]) -> list[_Tensor]:
         buffers = [(view, program.buffers[view.buffer]) for _, view in messages]
-        return [_Tensor(buffer.lies, view.shape, buffer.dtype, program.nbytes(view)) for view, buffer in buffers]
+        return [
+            _Tensor(buffer.lies, view.shape, buffer.dtype, program.nbytes(view), by_copies) for view, buffer in buffers
+        ]
 
     return tensors(form.op.sends), tensors(form.op.recvs)
 
@@ -158,7 +161,9 @@ def _transfers(
 
 
 def _spell(tensors: list[_Tensor]) -> str:
-    return ", ".join(f"{tensor.dtype} {tensor.lies} {tensor.shape}" for tensor in tensors)
+    return ", ".join(
+        f"{tensor.dtype} {tensor.lies} {tensor.shape}{' by copies' * tensor.by_copies}" for tensor in tensors
+    )
 
 
 def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]) -> Iterator[Group]:

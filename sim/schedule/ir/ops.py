@@ -784,6 +784,9 @@ class Exchange(_Communication, frozen=True, kw_only=True):
     meta = Meta("X", "exchange", "transfer", "exchange")
     sends: Annotated[tuple[Message, ...], In()]
     recvs: Annotated[tuple[Message, ...], Out()]
+    by_copies: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """Whether on GPUs copy engines write what it sends into the memory of peers in the same node, without SMs; else
+    kernels of NCCL do. Executed they are messages as others."""
 
     @property
     def num_messages(self) -> int:

@@ -33,7 +33,16 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
-from sim.schedule.model.tensor.group import Group, alike_of, ends_bytes, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tensor.group import (
+    Group,
+    alike_of,
+    copies_of,
+    ends_bytes,
+    group_of,
+    own_tokens,
+    sent_bytes,
+    share_of,
+)
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Params, Replicated
@@ -126,7 +135,10 @@ def build_around(
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope, mesh.tp),
-        communicators=(*of_plans, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
+        communicators=(
+            *(*of_plans, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
+            *(copies_of(mesh, options) if layers else ()),
+        ),
         claims=_claims(plans, workload, mesh, options, block, stages),
     )
 

@@ -210,7 +210,9 @@ def test_both_engines_play_random_programs_alike(
 
 
 @requires_compiler
-@pytest.mark.parametrize(("overlap", "sequence"), [("none", True), ("shards", True), ("gradients", False)])
+@pytest.mark.parametrize(
+    ("overlap", "sequence"), [("none", True), ("shards", True), ("chunks", True), ("gradients", False)]
+)
 def test_both_engines_play_tensor_parallelism_alike(overlap: TensorOverlap, sequence: bool) -> None:
     workload = Workload(model=make_model(8, 4), seq=1024, dtype="bf16", scope="step", layers=2)
     entry = SCHEDULES["ring"]

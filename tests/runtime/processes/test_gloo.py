@@ -175,6 +175,7 @@ SHARED_OUT: dict[str, dict[str, Any]] = {
     "own shards first": {"loss": "torch", "tp_overlap": "shards"},
     "all tokens on all": {"tp_sequence": False, "tp_overlap": "gradients"},
     "tokens first in memory": {"memory_order": "sbh", "tp_overlap": "shards"},
+    "chunks beside hops": {"tp_overlap": "chunks", "products": "joined"},
 }  # fmt: skip
 
 

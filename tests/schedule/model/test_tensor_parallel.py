@@ -12,15 +12,18 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
+from sim.base.errors import InputError
+from sim.engine.costs.cost import CostModel
 from sim.engine.play.simulate import simulate
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Gemm, HostCopy, ReduceScatter
+from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Exchange, Gemm, HostCopy, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
 from sim.words.options import TensorOverlap
+from sim.words.profile import load_profile
 from sim.words.workload import Workload
 from tests.helpers import make_model, sweep_but
 from tests.schedule.proof.test_check_catches import refuses
@@ -47,6 +50,7 @@ def layers(
 def test_layers_are_proved_and_exact(mesh: str) -> None:
     is_exact(layers(mesh))
     is_exact(layers(mesh, "shards"))
+    is_exact(layers(mesh, "chunks"))
     is_exact(layers(mesh, "gradients", tp_sequence=False))
 
 
@@ -195,6 +199,49 @@ def test_what_runs_meanwhile(overlap: TensorOverlap) -> None:
     assert meets("backward", "sum dh2", "gradient dw_gate") == (overlap != "none")
     assert meets("forward", "gather h2", "w_gate") == meets("backward", "gather dx", "back through w_down")
     assert meets("forward", "gather h2", "w_gate") == (overlap == "shards")
+
+
+def test_products_in_chunks() -> None:
+    """Of the tokens of one member at a time, those of rank 1 first, then as they come around the group of four; what is
+    meant for others before what is its own.
+    """
+    program = layers("4 ranks", "chunks").program(1)
+
+    def begins(label: str) -> list[int]:
+        some = [op for op in program.ops if isinstance(op, Gemm) and op.label == label]
+        return [op.a.slices[TOKENS][0] // 8 for op in some[: len(some) // 2]]
+
+    products = [op for op in program.ops if isinstance(op, Gemm) and op.label == "w_up"]
+    assert [op.out.slices[TOKENS][0] // 8 for op in products[:4]] == [1, 0, 3, 2]
+    assert begins("w_down") == [2, 3, 0, 1]
+    sent = [op for op in program.ops if isinstance(op, Exchange)]
+    assert all(op.by_copies and len(op.sends) == len(op.recvs) == 1 for op in sent)
+    assert [op.sends[0].peer for op in sent if op.label.startswith("hop") and "h2" in op.label][:3] == [2, 2, 2]
+    assert [op.sends[0].peer for op in sent if op.label.startswith("terms")][:3] == [2, 3, 0]
+    assert not [op for op in program.ops if isinstance(op, AllGather | ReduceScatter) and op.part == "forward"]
+
+
+def test_copies_hold_no_multiprocessors_and_run_at_the_rate_of_links() -> None:
+    """32 tokens of 32 features in bf16 on 4 ranks: a hop has 512 bytes. It takes the latency of NVLink and 376 GB/s."""
+    checked, cluster = check(layers("4 ranks", "chunks", dtype="bf16")), Cluster(load_cluster("hgx-h100"))
+    trace = simulate(checked, cluster, load_profile("h100-sxm")).trace
+    hop = next(row for row in trace.rows if row.kind == "Exchange")
+    assert hop.end_s - hop.begin_s == pytest.approx(3.4e-6 + 512 / (0.835 * 450e9), rel=1e-9)
+    assert CostModel(cluster, None).held_by_messages((0, 1, 2, 3), 0, 0) == 0
+    with pytest.raises(InputError, match="on two nodes, and copy engines reach no other one"):
+        simulate(checked, Cluster(msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2, gpus_per_node=2)), None)
+
+
+def test_one_side_that_does_not_copy() -> None:
+    schedule = layers("4 ranks", "chunks")
+
+    def by_kernels(rank: int) -> Program:
+        program = schedule.program(rank)
+        at = next(at for at, op in enumerate(program.ops) if isinstance(op, Exchange))
+        op = msgspec.structs.replace(program.ops[at], by_copies=msgspec.UNSET)
+        return program if rank else program.replace(ops=(*program.ops[:at], op, *program.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, by_kernels), "by copies")
 
 
 def changed(change: Callable[[Program], Program]) -> Schedule:

@@ -127,7 +127,7 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
 def _beside(draw: Random) -> dict[str, Any]:
     """Return how ranks that have shares of weights send."""
     return {
-        "tp_overlap": draw.choice(("none", "gradients", "shards")),
+        "tp_overlap": draw.choice(("none", "gradients", "shards", "chunks")),
         "tp_sequence": draw.random() < 0.6,
         "memory_order": draw.choice(("bsh", "sbh")),
     }
