@@ -23,7 +23,7 @@ class CostModel:
     """The cost of ops on one cluster. Without a profile every kernel runs at the datasheet's rates."""
 
     def __init__(self, cluster: Cluster, profile: Profile | None) -> None:
-        self._cluster = cluster
+        self._cluster, self._one_queue = cluster, profile is not None and profile.one_queue
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
         self.warnings: set[str] = set()
@@ -53,6 +53,11 @@ class CostModel:
     def cuda(self) -> bool:
         """Whether ranks are GPUs, which run kernels and communication side by side, and not threads of a CPU."""
         return self._cluster.spec.gpu.kind == "cuda"
+
+    @property
+    def one_queue(self) -> bool:
+        """Whether GPUs begin with kernels of all streams in the order in which the host issues them."""
+        return self.cuda and self._one_queue
 
     def on_host(self, rank: int, program: Program, op: HostCopy | HostAdamW) -> Activity:
         """Return what a rank does in its host's memory, without SMs."""

@@ -36,7 +36,7 @@ _SCORE_COUNTS = ("num_ranks", "num_ops", "num_streams", "num_transfers", "num_gr
 _SCORE_ARRAYS = (
     "programs", "ops", "streams", "transfers", "groups", "stream_ops", "waits", "transfers_of", "members",
 )  # fmt: skip
-_COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff")
+_COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff", "one_queue")
 _COST_ARRAYS = (
     "capacity", "activities", "phases", "demands", "devices", "op_activity", "transfer_activity", "group_activity",
     "hold", "transfer_threads", "group_threads", "issue_s", "stretch", "world_seconds", "world_amounts",
@@ -143,7 +143,7 @@ class Priced:
             **activities.arrays(),
         }
         cuda = cluster.spec.gpu.kind == "cuda"
-        self._counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff)
+        self._counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff, cost.one_queue)
         self.point()
 
     def point(self) -> None:

@@ -125,6 +125,10 @@ class _Costs:
     def handoff(self) -> tuple[Activity, ...]:
         return (self._base.handoff, *(one.handoff for one in self._worlds))
 
+    @property
+    def one_queue(self) -> bool:
+        return self._base.one_queue
+
     def issue_s(self, *what: Any) -> float:
         return self._base.issue_s(*what)
 

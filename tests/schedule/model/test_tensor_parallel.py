@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,14 @@ from runtime.execution.virtual import execute_virtual
 from sim.base.errors import InputError
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.simulate import simulate
+from sim.engine.results.critical import critical_path
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Exchange, Gemm, HostCopy, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
+from sim.setup.setup import Setup
 from sim.words.mesh import Mesh
 from sim.words.options import TensorOverlap
 from sim.words.profile import load_profile
@@ -199,6 +202,24 @@ def test_what_runs_meanwhile(overlap: TensorOverlap) -> None:
     assert meets("backward", "sum dh2", "gradient dw_gate") == (overlap != "none")
     assert meets("forward", "gather h2", "w_gate") == meets("backward", "gather dx", "back through w_down")
     assert meets("forward", "gather h2", "w_gate") == (overlap == "shards")
+
+
+def test_what_is_sent_begins_before_the_product_beside_it_where_launches_have_one_queue() -> None:
+    """Else the product is on all multiprocessors first, and what is sent waits for its last wave."""
+    for software, sooner in (("megatron", True), ("torchtitan", False)):
+        found = Setup(
+            "single", model="llama3-8b", cluster="hgx-h100", gpus=8, tp_degree=8, seq="8K", scope="layer", layers=1,
+            software=software, set={"schedule.tp_overlap": "gradients", "schedule.products": "joined"}, jitter=0,
+        ).predicted()  # fmt: skip
+        rows = [row for row in found.trace.rows if row.rank == 0 and row.part == "backward"]
+        sent, product = (
+            next(row for row in rows if row.label == label) for label in ("gather h2", "back through w_gate w_up")
+        )
+        assert (sent.begin_s <= product.begin_s) == sooner
+        assert sooner or sent.begin_s > (product.begin_s + product.end_s) / 2
+        spans = critical_path(found.simulation)
+        assert sum(one.seconds for one in spans) == pytest.approx(found.step_time_s, rel=1e-9)
+        assert all(one.end_s == pytest.approx(other.begin_s) for one, other in itertools.pairwise(spans))
 
 
 def test_products_in_chunks() -> None:
