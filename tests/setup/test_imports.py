@@ -104,7 +104,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 """Files, what is typed beside them, and what to predict."""
 REFUSED = {
-    "torchtitan-llama3-405b.toml": {"parallelism.enable_async_tensor_parallel", "model.converters"},
+    "torchtitan-llama3-405b.toml": {"model.converters"},
     "megatron-arguments.txt": {"recompute_granularity"},
     "deepspeed-zeropp.json": {
         "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_weights",
@@ -118,7 +118,7 @@ REFUSED = {
     "peft-dora.json": {"bias", "lora_dropout", "modules_to_save", "rank_pattern.q_proj", "use_dora"},
     "llama-factory-qlora.yaml": {"quantization_bit", "lora_dropout"},
     "ms-swift-megatron.yaml": {"expert_model_parallel_size"},
-    "megatron-bridge-70b.yaml": {"comm_overlap.tp_comm_overlap", "mixed_precision"},
+    "megatron-bridge-70b.yaml": {"mixed_precision"},
 }  # fmt: skip
 """Files, and the keys that are not sayable where model and length are given."""
 

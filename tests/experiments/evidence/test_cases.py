@@ -37,7 +37,10 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
             continue
         named = {
             name: getattr(found, name)
-            for name in ("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention", "allocator")
+            for name in (
+                *("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention", "allocator"),
+                "one_queue",
+            )
         }
         kernel = found.attention and found.attention.kernel
         of_it = attending(known, kernel, case.setup.resolved().spec.gpu.chip) if kernel else known
