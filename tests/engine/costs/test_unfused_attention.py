@@ -34,10 +34,11 @@ def test_it_is_products_and_what_passes_over_scores(
     assert use.hbm_bytes == sum(one.hbm_bytes for one, _ in use.loop)
 
 
-def seconds() -> list[float]:
+def seconds(software: str | None = None) -> list[float]:
     """Return what both passes of attention take with scores written out."""
     setup = Setup(
         model="llama3-8b", cluster="dgx-a100", gpus=1, seq=SEQ, schedule="single", scope="attention", jitter=0,
+        software=software,
         set={"model.num_heads": HEADS, "model.num_kv_heads": HEADS, "schedule.kernel": "standard"},
     )  # fmt: skip
     return [row.busy_s for row in setup.predicted().trace.rows]
@@ -50,3 +51,9 @@ def test_memory_bounds_it_on_an_a100_whatever_fused_attention_takes() -> None:
     for taken_s, products, passes in zip(seconds(), (2, 4), (2, 3), strict=True):
         moved_s, flops_s = 2 * (products + passes) * SCORES / HBM, products * 2 * HEAD_DIM * SCORES / 311.9e12
         assert moved_s < taken_s < 1.6 * (moved_s + flops_s)
+
+
+def test_megatron_drops_probabilities_at_random() -> None:
+    """By a kernel that reads and writes them, and a byte of a mask for each, forward and backward."""
+    for plain_s, dropped_s in zip(seconds(), seconds("megatron"), strict=True):
+        assert dropped_s - plain_s == pytest.approx(5 * SCORES / (0.77 * HBM), rel=0.01)
