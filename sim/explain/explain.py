@@ -18,7 +18,7 @@ from sim.diagnose.kernel_names import kind_of_op
 from sim.diagnose.measured import Measured, findings_of_figures
 from sim.engine.play.simulate import Simulation
 from sim.engine.results.report import floors
-from sim.engine.results.room import room_of
+from sim.engine.results.room import allocated, room_of
 from sim.explain.changes import changes
 from sim.explain.logs import Figure, Logged, read_log
 from sim.explain.screen import Explanation, Memory
@@ -73,14 +73,14 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     rows = found.rows(**given)
     predicted = _without_noise(shortened(setup).setups[-1]).predicted()
     step = _Step(setup, predicted)
-    limits = room_of(predicted.checked.schedule.header, walks(predicted.played), predicted.cluster)
-    memory = Memory(
-        {str(name): nbytes for name, nbytes in limits.terms.items()}, limits.tightest, limits.limits[0], limits.fits
-    )
+    allocator = allocated(predicted.played, predicted.cluster, setup.resolved().allocator)
+    room = room_of(predicted.checked.schedule.header, walks(predicted.played), predicted.cluster, allocator)
+    terms = {str(name): nbytes for name, nbytes in room.terms.items()}
+    memory = Memory(terms, room.tightest, room.limits[0], room.fits)
     measured = _measured(logged, setup.resolved())
     judge = Judge(setup, measured, predicted)
     held = memory.gpu.held_bytes
-    least, most = judge.memory_range(held)
+    (least, _), (_, most) = judge.memory_range(sum(room.terms.values())), judge.memory_range(held)
     within = predicted.interval
     longest = longest_by_few(setup, memory.tightest.free_bytes)
     scale = Scale(setup.resolved(), step.step_time_s, held, longest, step.turn_s, step.one_s)

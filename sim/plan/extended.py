@@ -46,7 +46,7 @@ class Extended(NamedTuple):
     """Of 90 %; None where nothing is known of how far costs may be off."""
     tokens_per_s_per_gpu: float
     room: Room
-    """Its memory, of all layers, by what is allocated."""
+    """Its memory, of all layers and micro-batches."""
     bound_by: str
     saves: Mapping[str, float]
     """By figure of the machine the share of the step that doubling it saves."""
@@ -74,14 +74,13 @@ class Extended(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer and its figures as plain data, as ``longstep simulate --extend --json`` prints them."""
-        limit = self.room.limits[0]
         return {
             "answer": self.answer,
             "rests_on": self.rests_on,
             "step_time_s": self.step_time_s,
             "interval_s": self.interval,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "peak_hbm_bytes": limit.held_bytes,
+            "peak_hbm_bytes": sum(self.room.terms.values()),
             "free_bytes": self.room.free_bytes,
             "fits": self.fits,
             "bound_by": self.bound_by,

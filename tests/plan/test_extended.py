@@ -22,6 +22,10 @@ STEPS: dict[str, dict[str, Any]] = {
         "schedule": "ulysses", "gpus": 16, "seq": "16K", "pp_degree": 2, "tp_degree": 4, "global_batch": 8,
         "micro_batches": 8,
     },
+    "an allocator that is named": {
+        "schedule": "single", "seq": "4K", "pp_degree": 4, "gpus": 4, "global_batch": 8, "micro_batches": 8,
+        "software": "nanotron",
+    },
 }  # fmt: skip
 
 
@@ -31,7 +35,7 @@ def setup_of(name: str) -> Setup:
     return Setup(**given, set={"schedule.micro_batches": str(micro_batches)}, yes=True)
 
 
-@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+@pytest.mark.parametrize("name", slow_but({"layers", "an allocator that is named"}, STEPS))
 def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     setup = setup_of(name)
     few, whole = extended(setup), setup.predicted()

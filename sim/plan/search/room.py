@@ -19,8 +19,7 @@ __all__ = ["Room", "held_behind_passes", "room"]
 def room(found: Configuration) -> Room:
     """Return the memory of a configuration's step, as its prediction would. Raises InputError if it cannot be built."""
     header, folded = _folded(found)
-    allocator = found.profile.allocator if found.profile else None
-    reserved = allocated(folded.checked, folded.cluster, allocator)
+    reserved = allocated(folded.checked, folded.cluster, found.allocator)
     return room_of(header, walks(folded.checked), folded.cluster, reserved)
 
 
