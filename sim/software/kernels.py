@@ -31,6 +31,10 @@ class _Place(NamedTuple):
 
 
 _PLACES: Mapping[str, tuple[_Place, ...]] = {
+    "scores": (
+        _Place("softmax", ("forward",), "tokens*sequence*heads"),
+        _Place("softmax_backward", ("backward",), "tokens*sequence*heads"),
+    ),
     "norm": (
         _Place("rms_norm", ("forward",), "tokens*hidden"),
         _Place("rms_norm_backward", ("backward",), "tokens*hidden"),

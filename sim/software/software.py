@@ -33,6 +33,8 @@ class Kernels(_Data, frozen=True, kw_only=True):
         str, msgspec.Meta(pattern=r"\A(\d{1,4}\.\d{1,4}(\.\d{1,4})?)?\Z", description="a version such as 2.5.1")
     ] = ""
     """Its version, as 2.5.1: it decides which kernel ``attention`` of sdpa is. Empty: ``attention.toml`` says which."""
+    scores: str = ""
+    """What passes over scores of attention that is not fused, between its products: a softmax, and dropout."""
     norm: str = ""
     """Of layers, of heads, and before the head of the model."""
     rotary: str = ""

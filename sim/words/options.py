@@ -56,7 +56,10 @@ class LayerOptions:
     freqs_cis; else kernels make those of their tokens."""
     checkpoint: str = "full"
     """What a training step keeps of a layer for its backward pass: none, everything (no checkpointing); full, its input
-    only, so that all of the layer is computed again; attention, its output, too; or a list of tensors, as x+out+h2."""
+    only, so that all that backward needs is computed again, as torch's checkpoint stops early (torch 2.13
+    utils/checkpoint.py, set_checkpoint_early_stop); whole, the same where all of the layer is computed again, also what
+    is behind that, as Megatron-LM (megatron-core 0.16.1 tensor_parallel/random.py, CheckpointFunction) and reentrant
+    checkpoints of torch do it; attention, its output, too; or a list of tensors, as x+out+h2."""
     loss: LossName = "whole"
     """Whether a training step holds the logits of all tokens, or of a chunk at a time (chunked), or those of all tokens
     and a copy in the data type of sums, in which their gradient is made (unfused), as Megatron-LM does it

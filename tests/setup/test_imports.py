@@ -47,7 +47,8 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("megatron-llama3-8b.sh",): (
         {}, {"schedule": "zigzag", "gpus": 16, "seq": 131072, "batch": 4, "ring_degree": 8, "dp_degree": 2, "set": {
-            "schedule.loss": "whole", "schedule.zero_stage": "1", **TE, "schedule.micro_batches": "4"}},
+            "schedule.loss": "whole", "schedule.zero_stage": "1", **TE, "schedule.micro_batches": "4",
+            "schedule.checkpoint": "whole"}},
     ),
     ("trainer-alst.json", "deepspeed-zero3.json"): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 131072, "batch": 4, "ulysses_degree": 8,
@@ -94,7 +95,8 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("megatron-bridge-overrides.sh",): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 65536, "batch": 4, "ulysses_degree": 8,
-            "set": {"schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4"}},
+            "set": {"schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4",
+                "schedule.checkpoint": "whole"}},
     ),
     ("nanotron-3d.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 256, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {

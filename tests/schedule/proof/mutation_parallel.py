@@ -90,7 +90,7 @@ OF_STEPS: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3),
     "sync": ("every", "last"),
     "loss": ("whole", "chunked", "unfused", "subtracted", "torch"),
-    "checkpoint": ("full", "none", "attention"),
+    "checkpoint": ("full", "whole", "none", "attention"),
     "shards": ("all", "replica"),
     "accumulate": ("copies", "copies", "in-place", "in-products"),
     "reduce_to": ("owner", "owner", "all"),
