@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.util
 import os
 import signal
@@ -37,6 +38,17 @@ if any(find_spec(package) is None for package in ("starlette", "uvicorn", "httpx
 
 hypothesis.settings.register_profile("longstep", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.load_profile("longstep")
+
+
+# What is collected lives to the end: nobody looks for garbage while it grows, or among it later.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 EXECUTING = {"experiments.evidence.executed.execution.execute"}
