@@ -95,6 +95,7 @@ def test_the_parts_sum_to_the_step(found: Trace) -> None:
         assert all(parts[name] >= 0 for name in PARTS)
 
 
+@pytest.mark.sweep
 @given(traces())
 def test_columns_say_what_a_walk_from_edge_to_edge_says(found: Trace) -> None:
     same_as_walked(found)

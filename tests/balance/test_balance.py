@@ -56,6 +56,7 @@ def test_a_launch_on_many_blocks_is_as_long_as_all_their_tiles() -> None:
     assert seconds(attention, (64, 64, 0), backward=False) == 0
 
 
+@pytest.mark.sweep
 def test_one_long_document_and_the_rank_that_has_its_end() -> None:
     """Of 4 ranks with a quarter each of one document the last attends 7 of 16 parts of the pairs, 1.75 times the mean.
     Zigzag levels it; of two documents of half the length a zigzag of the whole is as good.
@@ -129,6 +130,7 @@ def test_a_planner_that_refuses_a_batch_leaves_the_others() -> None:
     assert not of_planner(found, "groups")["error"]
 
 
+@pytest.mark.sweep
 def test_a_document_longer_than_all_memory() -> None:
     """A billion tokens are balanced as few are; nobody has to hold them."""
     others = [name for name in PLANNERS if name != "dcp"]

@@ -200,6 +200,7 @@ def test_its_attention_follows_a_tile_model() -> None:
     assert predicted(2**16) == pytest.approx(4 * predicted(2**15), rel=0.05)
 
 
+@pytest.mark.sweep
 def test_it_covers_what_layers_of_llama_run() -> None:
     """Attention of all heads and of those of two, four and eight ranks; what fits into a GPU's memory."""
     model = load_model("llama3-8b")

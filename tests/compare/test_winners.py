@@ -11,6 +11,7 @@ from sim.base.errors import InputError
 LAYER = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", layers=1, gpus=2, jitter=0.0)
 
 
+@pytest.mark.sweep
 def test_each_place_has_the_fastest_and_the_one_behind_it() -> None:
     names = ["ring", "zigzag", "striped"]
     found = longstep.winners(LAYER, {"schedule": names}, {"seq": "32K,64K"}, jobs=1)

@@ -33,6 +33,7 @@ def consistent(setup: Setup, run: Measured) -> list[str]:
     return [cause.name for cause in longstep.doctor(setup, run).consistent]
 
 
+@pytest.mark.sweep
 def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
     found = longstep.doctor(STEP, measured(STEP))
     assert found.verdict == "healthy"
@@ -82,7 +83,13 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
             "too slow",
             marks=pytest.mark.slow,
         ),
-        (IN_STAGES, {"set": {"schedule.micro_batches": 1}}, "unfilled-pipeline-1", "too slow"),
+        pytest.param(
+            IN_STAGES,
+            {"set": {"schedule.micro_batches": 1}},
+            "unfilled-pipeline-1",
+            "too slow",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             IN_STAGES.replace(seq="8K", batch=8, set={"schedule.micro_batches": 8}),
             {"set": {"schedule.pipeline_schedule": "gpipe"}},
@@ -151,8 +158,9 @@ def test_slower_attention_kernels_are_a_hypothesis() -> None:
 
 
 @pytest.mark.sweep
-def test_an_mfu_alone_tells_a_time() -> None:
-    """As the field counts it; above the peak it is impossible by itself."""
+def test_an_mfu_alone_tells_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the field counts it; above the peak it is impossible by itself, whatever hypotheses there are."""
+    monkeypatch.setattr("sim.diagnose.doctor.PROGRAMS", [one for one in PROGRAMS if one.name == "full-mask"])
     found = STEP.predicted()
     assert found.figures.mfu
     said = longstep.doctor(STEP, Measured(mfu=found.figures.mfu))

@@ -44,6 +44,7 @@ def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     assert few.played.startswith("told by ")
 
 
+@pytest.mark.sweep
 def test_unlike_micro_batches_are_all_played() -> None:
     """None adds what another one does; their layers are few all the same."""
     documents = tuple([(8192 - 256 * number, 256 * number) if number else (8192,) for number in range(8)])
@@ -72,6 +73,7 @@ LARGE = (
 SMALL = "simulate --schedule ulysses --layers 8 --seq 16K --scope step --json --extend"
 
 
+@pytest.mark.sweep
 def test_the_command_offers_it_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(LARGE.split())

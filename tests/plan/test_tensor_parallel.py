@@ -79,6 +79,7 @@ def test_shares_are_tried_where_gpus_have_few_tokens_or_one_asks() -> None:
     assert {one.setup.resolved().mesh.size for one in asked} == {8}
 
 
+@pytest.mark.sweep
 def test_shares_win_where_gpus_have_few_tokens() -> None:
     """As ``FEW_TOKENS`` says, of a Llama-3-8B step of one sequence on eight H100."""
     step = Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus=8, jitter=0.0, set={"schedule.loss": "chunked"})
@@ -105,6 +106,7 @@ def test_degrees_that_are_none_are_refused() -> None:
         longstep.longest_context(SMALL.replace(tp_degree=2), until=1000, jobs=1)
 
 
+@pytest.mark.sweep
 def test_fewer_gpus_are_whole_groups() -> None:
     """And what would make a step fit keeps the degree."""
     found = longstep.fewest_gpus(

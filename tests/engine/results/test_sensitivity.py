@@ -145,6 +145,7 @@ def test_a_link_that_another_one_masks_is_named() -> None:
     assert "pcie" not in saves
 
 
+@pytest.mark.sweep
 def test_without_a_compiler_plays_tell_the_bound_and_elasticities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = predicted("zigzag", "32K", gpus=16, nodes=2).simulation
     by_one_play = bound(found)

@@ -77,6 +77,7 @@ def test_what_users_name_is_no_markup_in_charts() -> None:
     assert "<a" not in json.dumps(first.traces)
 
 
+@pytest.mark.sweep
 def test_the_tables_of_sweeps_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("rows.csv", "rows.parquet"):
         run(
@@ -204,6 +205,7 @@ def test_the_answer_of_a_result_is_on_top(tmp_path: Path) -> None:
     assert both.count("</a>: Ring &lt;wins&gt;") == 2, "where there are several, beside their names"
 
 
+@pytest.mark.sweep
 def test_verbs_print_what_reports_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "result"
     for kind, arguments in (

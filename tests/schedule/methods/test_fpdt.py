@@ -105,6 +105,7 @@ def held(chunks: int, **options: Any) -> int:
     return walk(program, dependencies).buffer_peak_bytes - sum(outside.values())
 
 
+@pytest.mark.sweep
 def test_what_the_gpu_holds_does_not_grow_with_the_number_of_chunks() -> None:
     """But for local tensors that come in and go out. So it does where chunks stay: q, k, v, out and lse of each."""
     assert held(8) == held(12)

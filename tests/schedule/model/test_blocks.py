@@ -181,7 +181,9 @@ def test_a_window_is_the_shorter_one() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("feature", ["norms of heads", "norms around", "norms behind attention and MLP"])
+@pytest.mark.parametrize(
+    "feature", slow_but({"norms around"}, ["norms of heads", "norms around", "norms behind attention and MLP"])
+)
 @pytest.mark.parametrize("mlp", slow_but({"whole"}, ["whole", "tiled"]))
 def test_every_list_of_what_is_kept(feature: str, mlp: str) -> None:
     """Of each tensor that a layer can keep alone, and of all but each."""

@@ -108,6 +108,7 @@ def test_one_sum_for_all_micro_batches(stage: int, shards: str) -> None:
     assert backward[-2] < sums[0] < backward[-1] < sums[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("stage", "count"), [(0, 2), (1, 1), (1, 2)])
 def test_the_one_sum_below_stage_2_is_beside_the_last_backward_pass(stage: int, count: int) -> None:
     """Or behind it; never beside an earlier one."""
@@ -162,6 +163,7 @@ def test_all_ranks_get_all_sums_at_stage_1(shards: str) -> None:
         make_step("ring", 2, workload, reduce_to="all")
 
 
+@pytest.mark.sweep
 def test_buckets_end_with_the_weight_that_fills_them() -> None:
     """1 MiB is 512K elements of bf16: a bucket of w_down alone, then two of w_up and w_gate, then what is left."""
     model = msgspec.structs.replace(step().model, embed_dim=256, ffn_dim=2048, head_dim=64)
@@ -179,6 +181,7 @@ def test_buckets_end_with_the_weight_that_fills_them() -> None:
             make_step("ring", 2, step(), **options)
 
 
+@pytest.mark.sweep
 def test_products_add_gradients_of_matrices() -> None:
     """Nothing of them is moved again, but of an embedding and of norms, whose gradients no product makes."""
     options = {"zero_stage": 1, "micro_batches": 2, "accumulate": "in-products"}
@@ -398,6 +401,7 @@ def rebuilt(count: int, dp: int = 1) -> Schedule:
     return make_step("ring", 2 * dp, step(batch=count, layers=3), dp, micro_batches=count).schedule
 
 
+@pytest.mark.sweep
 def test_later_micro_batches_are_remembered_by_the_proof() -> None:
     """Of them only the sums are played that follow on others, and the ends of the pass."""
     played = []

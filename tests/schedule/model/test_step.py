@@ -128,6 +128,7 @@ def test_a_loss_that_is_not_fused_holds_logits_twice() -> None:
     assert fused.schedule.programs == unfused.schedule.programs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_loss_that_subtracts_holds_logits_once_more_meanwhile(dtype: str) -> None:
     """In fp32, and not between the passes: there the gradient alone is left."""
@@ -173,6 +174,7 @@ def test_no_more_is_gathered_ahead_than_there_are_layers(layers: int, prefetch: 
     assert few.schedule.program(0) == many.schedule.program(0)
 
 
+@pytest.mark.sweep
 def test_ranks_without_context_parallelism_share_weights() -> None:
     """FSDP alone: each of four ranks has a sequence of its own, and a quarter of all states."""
     checked = is_exact("single", 4, step(), dp=4)
@@ -222,6 +224,7 @@ def test_a_chunk_of_the_loss_that_is_lost() -> None:
     refuses(Schedule(schedule.header, program), "packs gradients that are sums over different tokens")
 
 
+@pytest.mark.sweep
 def test_it_is_proved_by_its_calls() -> None:
     """Layers in the middle are played once for all, forward, again and backward; updates see squares of all layers."""
     found = [Supersteps(make_step("ring", 2, step(layers=layers)).schedule) for layers in (6, 10)]

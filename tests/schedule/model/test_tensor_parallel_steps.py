@@ -126,6 +126,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case",
     by_tier(
