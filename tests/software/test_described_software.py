@@ -130,6 +130,7 @@ def test_a_step_is_proved_and_played_alike_by_both_engines(loss: str) -> None:
     assert plays[0].trace.rows == plays[1].trace.rows
 
 
+@pytest.mark.sweep
 def test_what_is_set_comes_before_a_stack_and_that_before_software(tmp_path: Path) -> None:
     path = mine(tmp_path)
 

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "case",
     by_tier(
         {"replicas", "chunks of the loss", "two members a key/value head", "own shards first", "all tokens on all"},
-        {"as nanotron", "one weight for both ends", "norms of q and k", "all tokens on all, stages"},
+        {"as nanotron", "one weight for both ends", "norms of q and k"},
         CASES,
     ),
 )

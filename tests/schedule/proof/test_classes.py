@@ -184,8 +184,18 @@ CHANGES: dict[str, Callable[[Fragment], Fragment]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", [Mesh(dp=4, ulysses=2), Mesh(ulysses=8)])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("change", "mesh"),
+    [
+        *((change, Mesh(ulysses=8)) for change in CHANGES),
+        *((change, Mesh(dp=4, ulysses=2)) for change in ("rows", "result", "sequence")),  # of replicas and their shards
+        *(
+            pytest.param(change, Mesh(dp=4, ulysses=2), marks=pytest.mark.slow)
+            for change in sorted(CHANGES.keys() - {"rows", "result", "sequence"})
+        ),
+    ],
+)
 def test_what_one_member_in_the_middle_of_a_class_does_otherwise_is_found(change: str, mesh: Mesh) -> None:
     schedule = sharded("ulysses", mesh, layers=2)
     check(schedule)
