@@ -54,12 +54,27 @@ def pytest_collection_finish() -> None:
 EXECUTING = {"experiments.evidence.executed.execution.execute"}
 """Doctests that start processes: they cannot say so themselves."""
 
+SEARCHING = {
+    "sim.compare.crossover.crossover",
+    "sim.compare.winners.winners",
+    "sim.explain.explain.explain",
+    "sim.explain.screen.Explanation",
+    "sim.plan.answer.Answer",
+    "sim.plan.plan.plan",
+    "sim.plan.reverse.cheapest",
+    "sim.plan.reverse.fewest_gpus",
+    "sim.plan.reverse.longest_context",
+}
+"""Doctests of what plays many configurations."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name in EXECUTING:
             item.add_marker(pytest.mark.gloo)
+        if item.name in SEARCHING:
+            item.add_marker(pytest.mark.sweep)
 
 
 @pytest.fixture(autouse=True)

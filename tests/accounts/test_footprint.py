@@ -55,6 +55,7 @@ def test_model_states(stage: int, reduce: str, whole: int, sharded: int) -> None
     assert held["communication"] == held["saved activations"] == held["attention"] == 0
 
 
+@pytest.mark.sweep
 def test_model_states_in_the_models_type_and_on_the_host() -> None:
     """8 bytes a parameter, and 18, of which 2 are on the GPU, when the CPU begins to update."""
     weights = sum(math.prod(unit.flat.shape(MODEL)) for unit in units(workload()))

@@ -87,6 +87,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return trace_of(rows)
 
 
+@pytest.mark.sweep
 @given(traces())
 def test_the_parts_sum_to_the_step(found: Trace) -> None:
     for rank in range(found.num_ranks):

@@ -161,6 +161,7 @@ def test_other_masks_are_counted_by_every_planner_that_takes_them() -> None:
         assert not refusing or "one band each" in of_planner(found, "wlb-llm")["error"]
 
 
+@pytest.mark.sweep
 def test_kernels_of_other_masks_take_as_long_as_those_of_the_schedule() -> None:
     """Forward and backward, within what the tile model cannot tell of a mask."""
     for gpus, mask, documents in ((1, "full", [16384]), (8, "window:1K", [65536]), (8, "window:512", [49152, 16384])):

@@ -81,6 +81,7 @@ def test_what_a_planner_refuses_is_told() -> None:
     assert re.fullmatch(r"groups has \d+ tasks: at most 1 are simulated; choose fewer `documents`", found.refused)
 
 
+@pytest.mark.sweep
 def test_planners_are_for_documents_alone() -> None:
     """Under any mask, and for no schedule that is named."""
     assert not {one.named.partition(" ")[0] for one in families(SMALL)} & {*BY_BLOCKS}

@@ -212,6 +212,7 @@ def test_ranks_that_differ_are_told_where_the_step_is_healthy() -> None:
     assert "contiguous" in [cause.name for cause in found.causes]
 
 
+@pytest.mark.sweep
 def test_figures_that_contradict_each_other_are_said_with_the_way_of_counting_that_explains_them() -> None:
     found = ATTENTION.predicted()
     of_gpu = 256 * 1024 / found.step_time_s / 8

@@ -31,6 +31,7 @@ def setup_of(name: str) -> Setup:
     return Setup(**given, set={"schedule.micro_batches": str(micro_batches)}, yes=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
 def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     setup = setup_of(name)

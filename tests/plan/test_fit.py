@@ -111,6 +111,7 @@ def test_cells_say_seconds_or_why_not() -> None:
         longstep.fit(ON_TWO, ["rings"], ["32K"])
 
 
+@pytest.mark.sweep
 def test_what_is_set_comes_before_a_stack() -> None:
     """Whose other options stay."""
     setup = with_memory(4, gpus=None).replace(set={"schedule.mlp": "mini", "cluster.gpus_per_node": 2})

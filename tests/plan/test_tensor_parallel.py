@@ -28,12 +28,14 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", by_tier(["ring"], [], SPLITS))
 def test_no_bound_of_shares_is_above_a_simulation(name: str) -> None:
     """Of branches and leaves, in time and memory."""
     assert require_bounds(SMALL.replace(**SPLITS[name]), FEW) >= 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", by_tier(["stages"], ["Ulysses"], ["stages", "Ulysses", "alone"]))
 def test_few_layers_of_shares_say_what_many_take(name: str) -> None:
     """Seconds within 1e-4, memory to the byte."""

@@ -167,6 +167,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path: Path, old: str, new: str, me
         longstep.predict("zigzag", **STEP, software=mine(tmp_path, **{old: new}))
 
 
+@pytest.mark.sweep
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     table = Path("sim/software/counted/liger.toml").read_text()
     (tmp_path / "table.toml").write_text(table)

@@ -109,6 +109,7 @@ def test_what_is_too_much_for_a_tier_is_said() -> None:
     assert any("and has 1 GB behind CXL" in note for note in found.figures.evidence.notes)
 
 
+@pytest.mark.sweep
 def test_its_rate_has_an_elasticity() -> None:
     found = predict(**STEP, cluster=with_cxl(2**40, share=0.5, bytes_per_s=5e9))
     assert found.bound_by == "cxl"

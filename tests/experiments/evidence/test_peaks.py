@@ -22,6 +22,7 @@ def sizes(text: str) -> list[float]:
     return [float(number) * units[unit] for number, unit in re.findall(r"([\d.]+) (MiB|GiB)", text)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "command",
     [

@@ -349,6 +349,7 @@ def test_a_cell_that_fails_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch)
     assert done == cells
 
 
+@pytest.mark.sweep
 def test_a_sweep_goes_on_with_what_its_record_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = make_found(1.0, [(1.0, 0.0), (1.1, 0.0)])
     asked: list[dict[Cell, int]] = []

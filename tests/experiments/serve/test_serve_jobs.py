@@ -226,6 +226,7 @@ def test_stages_are_offered_where_micro_batches_fill_them() -> None:
     assert question_of(setup).pp_degree == 2
 
 
+@pytest.mark.sweep
 def test_shares_of_weights_are_offered_within_a_node() -> None:
     """Of a model that has them; of another each is there once, with its reason."""
     some = TINY | {"schedule": "ulysses", "gpus": 8, "scope": "step", "layers": 2, "tp_degree": 2}
@@ -351,6 +352,7 @@ def test_a_file_is_named_without_its_folder() -> None:
     assert "name" in error("read", name="../config.json", text="{}", question=TINY)
 
 
+@pytest.mark.sweep
 def test_a_dropped_cluster_and_lengths() -> None:
     found = read("mine.toml", CLUSTER.read_text())
     asked = setup_of(converted(found["question"]))

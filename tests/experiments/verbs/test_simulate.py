@@ -200,6 +200,7 @@ def test_degrees_losses_and_what_cannot_be_played_stand_beside_each_other(capsys
     assert "(did you mean 'hgx-h200'" in fails(capsys, "simulate", "--cluster", "h2000")
 
 
+@pytest.mark.sweep
 def test_buffers_that_exceed_the_memory_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """On a GPU, and on a host, whose ranks share one memory; what is below it is not known to fit."""
     options = (*H100, "--model", "llama3-8b", "--schedule", "ulysses", "--set")
@@ -430,6 +431,7 @@ def test_simulate_takes_a_global_batch(capsys: pytest.CaptureFixture[str]) -> No
     assert "set it to 2 or 4 (sequences)" in fails(capsys, *step, "--global-batch", "3")
 
 
+@pytest.mark.sweep
 def test_sensitivity_is_printed_beside_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
     printed = run(capsys, "simulate", *H100, "--sensitivity")
     assert "doubling saves" in printed

@@ -56,12 +56,14 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep_but({"everything kept"}, STEPS))
 def test_steps_are_exact(name: str) -> None:
     """Three layers, and four chunks."""
     is_exact("fpdt", 2, step(layers=3), chunk=8, **STEPS[name])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fields", [{}, {"mask": "full"}, {"padding": 5}], ids=str)
 def test_layers_are_exact(fields: dict[str, Any]) -> None:
     """With activations of layers on the host beside the chunks of attention, which stay there."""

@@ -146,6 +146,7 @@ def test_gradients_of_biases_are_not_taken_for_each_other() -> None:
     refuses(swapped, "has total of shape|packs|reads")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

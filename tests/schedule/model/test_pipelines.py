@@ -173,6 +173,7 @@ def test_each_micro_batch_passes_each_chunk_once(timetable: Timetable) -> None:
                 assert items.index(item._replace(kind="F")) <= items.index(item)
 
 
+@pytest.mark.sweep
 def test_activations_of_how_many_micro_batches_are_held() -> None:
     """The first of two stages holds those of two with 1F1B, and of all with GPipe."""
 

@@ -93,6 +93,7 @@ def test_of_other_models_and_masks(fields: dict[str, Any]) -> None:
 PLANNED: dict[str, Any] = {"over gathered keys": (gathered, wlb), "by messages of blocks": (planned, fcp)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("cell", PLANNED)
 def test_each_has_a_plan_of_its_own(cell: str) -> None:
     """WLB-LLM's shards per document, whose ranks have other tokens in each micro-batch; and blocks."""
@@ -129,6 +130,7 @@ def test_alike_ones_are_written_as_those_that_share_their_documents() -> None:
     assert [program.to_json() for program in one.programs] == [program.to_json() for program in other.programs]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["ulysses", "upipe"])
 def test_ranks_that_do_the_same_are_written_with_positions_of_their_own(name: str) -> None:
     """Where all micro-batches have the same documents, positions of which begin anew on the second rank."""

@@ -113,6 +113,7 @@ def sharded(name: str, mesh: Mesh, layers: int = 1) -> Schedule:
     return VARIANTS[name].build(workload, mesh)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "mesh", "members"),
     [
@@ -212,6 +213,7 @@ def test_what_one_member_in_the_middle_of_a_class_does_otherwise_is_found(change
         check(changed)
 
 
+@pytest.mark.sweep
 def test_a_padded_last_shard_is_in_no_class() -> None:
     schedule = sharded("ulysses", Mesh(dp=3, ulysses=2))
     for axes in axes_of(schedule):
