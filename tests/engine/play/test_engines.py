@@ -210,6 +210,7 @@ def test_both_engines_play_random_programs_alike(
     require_equal(Cell(Checked(schedule), Cluster(spec), None, Jitter(share, 1)))
 
 
+@pytest.mark.sweep
 @requires_compiler
 @pytest.mark.parametrize(
     ("overlap", "sequence"), [("none", True), ("shards", True), ("chunks", True), ("gradients", False)]

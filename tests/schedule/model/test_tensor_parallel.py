@@ -49,6 +49,7 @@ def layers(
     return entry.schedule(workload, MESHES[mesh], options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", sweep_but({"2 ranks", "rings of 2"}, MESHES))
 def test_layers_are_proved_and_exact(mesh: str) -> None:
     is_exact(layers(mesh))

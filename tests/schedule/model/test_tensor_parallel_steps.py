@@ -145,6 +145,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case",
     by_tier(
@@ -152,7 +153,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
             *("replicas", "chunks of the loss", "two members a key/value head", "own shards first"),
             *("all tokens on all", "tokens first in memory", "joined products", "chunks beside hops"),
         },
-        {"as nanotron", "one weight for both ends", "norms of q and k", "all tokens on all, stages"},
+        {"as nanotron", "one weight for both ends", "norms of q and k"},
         CASES,
     ),
 )
