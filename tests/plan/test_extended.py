@@ -37,6 +37,7 @@ def setup_of(name: str) -> Setup:
     return Setup(**given, set={"schedule.micro_batches": str(micro_batches)}, yes=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"layers", "an allocator that is named"}, STEPS))
 def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     setup = setup_of(name)
@@ -50,6 +51,7 @@ def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     assert few.played.startswith("told by ")
 
 
+@pytest.mark.sweep
 def test_unlike_micro_batches_are_all_played() -> None:
     """None adds what another one does; their layers are few all the same."""
     documents = tuple([(8192 - 256 * number, 256 * number) if number else (8192,) for number in range(8)])
@@ -97,6 +99,7 @@ LARGE = (
 SMALL = "simulate --schedule ulysses --layers 8 --seq 16K --scope step --json --extend"
 
 
+@pytest.mark.sweep
 def test_the_command_offers_it_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(LARGE.split())

@@ -89,7 +89,7 @@ def test_what_is_written_once_for_many_ranks_is_told_once() -> None:
         HUGE,
         HUGE.replace(gpus=4096),
         ATTENTION.replace(schedule="balanced-ring", gpus=1024),
-        STEP.replace(schedule="ulysses", batch=1_000_000, set={"schedule.micro_batches": 1_000_000}),
+        STEP.replace(schedule="ulysses", batch=100_000, set={"schedule.micro_batches": 100_000}),
         STEP.replace(schedule="fpdt", seq="16M"),
         STEP.replace(schedule="usp", gpus=1024),
     ],

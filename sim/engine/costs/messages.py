@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from functools import cache, partial
 from typing import NamedTuple
 
+from sim.base.errors import InputError
 from sim.engine.channels import Peer, peer_of
 from sim.engine.costs.moving import Moving, MovingCosts
 from sim.engine.costs.phases import Activity, Flow, Latency
@@ -37,6 +38,7 @@ class MessageCosts:
         """``warnings`` gets what of the software makes messages slower, and can be avoided."""
         self._cluster, self._moving, self._warnings = cluster, moving, warnings
         self._transfers_found: dict[tuple[int, int, int, int], Activity] = {}
+        self.copied = cache(self._copied)
         self._alike = cluster.spec.fabric is None and not cluster.uneven
         """Whether messages between like places of any nodes take as long."""
         self._like: dict[Hashable, _Like] = {}
@@ -59,6 +61,23 @@ class MessageCosts:
         if found is None:
             found = self._transfers_found[key] = self._find_transfer(source, target, nbytes, group)
         return found
+
+    def _copied(self, source: int, target: int, nbytes: int, group: tuple[int, ...]) -> Activity:
+        """Return what a copy engine writes into the memory of another GPU: at the rate of the links, which is one that
+        copy engines were measured to have (``payload`` of NVLink, topology/hardware), behind their latency; what waits
+        for it is handed over as behind any stream. On a CPU it is a message. Raises InputError where the other is in
+        another node.
+        """
+        cluster = self._cluster
+        if cluster.spec.gpu.kind == "cpu":
+            return self.transfer(source, target, nbytes, group)
+        if cluster.devices[source].node != cluster.devices[target].node:
+            raise InputError(
+                f"ranks {source} and {target} are on two nodes, and copy engines reach no other one: `set` "
+                f"schedule.tp_overlap=shards or gradients, or a `tp_degree` of the GPUs of a node"
+            )
+        route = cluster.route(source, target)
+        return self._moving.copied(self._moving.along("exchange", (source, target), Spread(1, 2.0), route, nbytes))
 
     def _find_transfer(self, source: int, target: int, nbytes: int, group: tuple[int, ...]) -> Activity:
         here, there = self._cluster.devices[source], self._cluster.devices[target]

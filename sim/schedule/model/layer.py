@@ -33,7 +33,16 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
-from sim.schedule.model.tensor.group import Group, alike_of, ends_bytes, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tensor.group import (
+    Group,
+    alike_of,
+    copies_of,
+    ends_bytes,
+    group_of,
+    own_tokens,
+    sent_bytes,
+    share_of,
+)
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Params, Replicated
@@ -126,7 +135,10 @@ def build_around(
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope, mesh.tp),
-        communicators=(*of_plans, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
+        communicators=(
+            *(*of_plans, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
+            *(copies_of(mesh, options) if layers else ()),
+        ),
         claims=_claims(plans, workload, mesh, options, block, stages),
     )
 
@@ -153,8 +165,9 @@ def _blocks(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> t
     """Return what layers of each kind compute of a micro-batch of sequences of a form."""
     step, rows = workload.scope == "step", num_tokens(plan.shard(0).tokens)
     batch = workload.batch // options.micro_batches or 1  # of a form there is one sequence
+    products = "apart" if plan.partwise else options.products
     found = [
-        block_in_tiles(options.mlp if step else "whole", one, rows, options.modules)
+        block_in_tiles(options.mlp if step else "whole", one, rows, options.modules, products)
         for one, _ in msgspec.structs.replace(workload, batch=batch).kinds()
     ]
     return tuple([with_projections_apart(one) if plan.partwise else one for one in found])
@@ -316,7 +329,8 @@ class _Ranks:
         """Return the program of the one in its place, with the shards of a rank."""
         plans, workload, mesh, options, stages = self.plans, self.workload, self.mesh, self.options, self.stages
         role = mesh.role(rank)
-        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model))
+        major = mesh.tp > 1 and options.memory_order == "sbh"
+        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model), token_major=major)
         if workload.scope == "attention":
             b.workload = workload.of_layer(0)
             return attention_program(b, plans[0].shard(role), plans[0].attention)

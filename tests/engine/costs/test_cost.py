@@ -223,6 +223,7 @@ def test_no_lookup_is_below_the_peak(sizes: list[int], efficiencies: list[float]
         assert series.seconds(work, on) == pytest.approx(time)
 
 
+@pytest.mark.sweep
 @given(
     st.lists(st.floats(0.05, 1.0), min_size=4, max_size=4),
     st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3),

@@ -238,6 +238,7 @@ def layers(dp: int, ranks: int = 2, seq: int = 1024) -> Checked:
     return check(ulysses.build(workload, Mesh(dp=dp, ulysses=ranks)))
 
 
+@pytest.mark.sweep
 def test_one_slow_gpu_splits_its_replica_off() -> None:
     """Of five replicas the fourth has a slow GPU: the first stands for the others, and all wait for the slow one."""
     checked, even = layers(5, seq=2**16), machine("hgx-h100", 5, 2)

@@ -130,6 +130,7 @@ def test_the_step_is_the_median_of_its_seeds(zigzag: Checked) -> None:
     assert whole == pytest.approx((part[0] - steps[2] + steps[0], part[1] + steps[4] - steps[2]))
 
 
+@pytest.mark.sweep
 def test_races_that_decide_a_step_are_told() -> None:
     """With memory 6.1 times as fast the kernel before attention's backward grid takes as long as a launch: who comes
     first decides a quarter of the step (104 or 131 ms without noise). Without a race nothing is said.

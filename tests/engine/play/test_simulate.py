@@ -275,6 +275,7 @@ def test_a_cluster_without_host_memory_says_so() -> None:
         step_s(host_copies(1), make_cluster_spec(1))
 
 
+@pytest.mark.sweep
 def test_building_and_simulating_twice_gives_the_same_bits() -> None:
     spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2, per_gpu={3: PerGpu(speed=0.9)})
     workload = Workload(model=make_model(16, 16), seq=16 * 64, dtype="bf16")

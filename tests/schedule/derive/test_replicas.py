@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -217,7 +218,11 @@ def test_shards_of_later_replicas_are_those_that_each_writes(
     def schedule() -> Schedule:
         return entry.schedule(workload, mesh, chosen, Hints())
 
-    monkeypatch.setattr(layer, "ProgramBuilder", lambda *given: built.append(given[0]) or ProgramBuilder(*given))
+    def noted(rank: int, *given: Any, **named: Any) -> ProgramBuilder:
+        built.append(rank)
+        return ProgramBuilder(rank, *given, **named)
+
+    monkeypatch.setattr(layer, "ProgramBuilder", noted)
     found, written = schedule().to_json(), len(built)
     padded = mesh.dp in {3, 7}  # the last shard alone
     alike = mesh.dp * mesh.ulysses  # ranks that trade heads do the same, too
