@@ -37,6 +37,8 @@ OPTIONS: dict[str, dict[str, str]] = {
     "all tokens": {"zero_stage": "2", "tp_sequence": "false"},
     "own tokens first": {"zero_stage": "0", "tp_overlap": "shards"},
     "beside gradients": {"zero_stage": "0", "tp_overlap": "gradients", "checkpoint": "full"},
+    "products in chunks": {"zero_stage": "0", "tp_overlap": "chunks"},
+    "joined": {"zero_stage": "1", "products": "joined", "memory_order": "sbh"},
     "on the host": {"zero_stage": "2", "optimiser": "host"},
     "nanotron": {"zero_stage": "1", "accumulate": "in-place", "gather": "all", "loss": "chunked"},
 }
@@ -85,7 +87,7 @@ def test_ranks_of_one_role_do_the_same(mesh: str, options: str, kv_heads: int, m
         (one,) = whole.at({axis: [found[axis][at] if axis in found else at] for axis, at in place.items()})
         assert seen(schedule.program(rank), one) == seen(schedule.program(one), one)
         stood_for += one != rank
-    assert stood_for or options in {"own tokens first", "sums on all"} or kv_heads < whole.tp
+    assert stood_for or options in {"own tokens first", "products in chunks", "sums on all"} or kv_heads < whole.tp
 
 
 @pytest.mark.parametrize(
