@@ -10,6 +10,7 @@ import torch
 from calibrate.software.counting import layers, steps, tiles
 from calibrate.software.counting.asked import Asked, Software
 from calibrate.software.libraries import megatron, nanotron, torchtitan
+from calibrate.software.libraries.megatron_scores import scores
 
 PACKAGES = ("torch",)
 
@@ -85,6 +86,7 @@ def _megatron() -> Software:
         "attention": Asked(
             "SelfAttention with a fused attention kernel, less its norms and rotary", megatron.attention
         ),
+        "scores": Asked("DotProductAttention with masked_softmax_fusion and dropout, beside its products", scores),
         "mlp": Asked("MLP with bias_activation_fusion: gate and up in one product", megatron.mlp),
         "mlp-unfused": Asked("MLP without bias_activation_fusion", megatron.mlp_unfused),
         "embedding": Asked("VocabParallelEmbedding of tokens, one rank", megatron.embedding),

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from sim.base.units import size
+from sim.engine.results.room import Room
 from sim.setup.names import cluster, pairs
 from sim.setup.setup import Setup
-from topology.reserved import PARTS
+from sim.words.options import AllocatorName
+from topology.reserved import BESIDE_ALLOCATOR, PARTS
 from topology.specs import ClusterSpec
 
 PEAK = "peak allocated"
 """Head of ``peak_hbm_bytes``: buffers and what kernels hold meanwhile, as torch.cuda.max_memory_allocated counts."""
-_PARTS = ", ".join(part.name for part in PARTS)
+_PARTS, _BESIDE_ALLOCATOR = (", ".join(part.name for part in parts) for parts in (PARTS, BESIDE_ALLOCATOR))
 BESIDE = f"{PEAK}: buffers and what kernels hold; beside it lie {_PARTS} (cluster.hbm.reserved_bytes)"
 """What it says where the cluster is not known, or not one."""
 
 
-def beside(spec: ClusterSpec) -> str:
-    """Return what a device's memory holds: the peak, what no buffer can have, and what is left add up to all of it."""
+def beside(spec: ClusterSpec, allocator: AllocatorName | None = None) -> str:
+    """Return what a device's memory holds: the peak, what no buffer can have, and what is left add up to all of it,
+    with what the allocator keeps beyond the peak where that is walked.
+    """
     whole, taken = size(spec.hbm.capacity_bytes), spec.reserved.nbytes
     if spec.gpu.kind == "cpu":
         return f"{PEAK}: buffers of one rank; all ranks share the {whole} of their host"
+    if allocator:
+        taken = spec.reserved_beside_allocator.nbytes
+        parts = f"{PEAK} + what its allocator keeps + {size(taken)} beside it ({_BESIDE_ALLOCATOR})"
+        return f"{parts} + what is left = {whole} of a GPU"
     return f"{PEAK} + {size(taken)} beside it ({_PARTS}) + what is left = {whole} of a GPU"
+
+
+def beside_in(room: Room | None, spec: ClusterSpec) -> str:
+    """Return the same of the memory of a step."""
+    return beside(spec, room.limits[0].allocator if room else None)
+
+
+def beside_of(setup: Setup) -> str:
+    """Return the same of a setup, whose global batch may be one that only plans know."""
+    return beside(spec_of(setup), setup.replace(global_batch=None).resolved().allocator)
 
 
 def spec_of(setup: Setup) -> ClusterSpec:

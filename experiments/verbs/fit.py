@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import longstep
-from experiments.evidence.peaks import PEAK, beside, spec_of
+from experiments.evidence.peaks import PEAK, beside_of, spec_of
 from experiments.pages.drawn.render import PAGE_FILE
 from experiments.pages.ladder_page import page
 from experiments.verbs.cli import with_flags
@@ -178,9 +178,7 @@ def ladder(command: Ladder, console: Console) -> None:
         print_json(answered(found), console)
         return
     console.print(found.answer, markup=False)
-    console.print(
-        _ladder_table(f"{title}; memory and time at {length(found.rows[0]['seq'])}", found, beside(spec_of(setup)))
-    )
+    console.print(_ladder_table(f"{title}; memory and time at {length(found.rows[0]['seq'])}", found, beside_of(setup)))
     tell([found.grounds] if found.grounds else [], console, everything=command.evidence)
 
 

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 import longstep
-from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
+from experiments.evidence.peaks import BESIDE, PEAK, beside_of
 from experiments.verbs.shared.kinds import OptionalFloat, OptionalInt, OptionalText, Texts
 from experiments.verbs.shared.quantities import read_bytes, read_count, read_prices, read_seconds
 from experiments.verbs.shared.selection import StepSelection, listed
@@ -316,7 +316,7 @@ def _beside(command: Plan) -> str:
         setup = setup.replace(
             set={"cluster.hbm.capacity_bytes": int(read_bytes("memory_budget", command.memory_budget))}
         )
-    return beside(spec_of(setup))
+    return beside_of(setup)
 
 
 def _best_table(title: str, rows: list[dict[str, Any]], memory: str) -> Table:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 import longstep
-from experiments.evidence.peaks import BESIDE, PEAK, beside
+from experiments.evidence.peaks import BESIDE, PEAK, beside_in
 from experiments.verbs.cli import with_flags
 from experiments.verbs.shared.selection import COUNTS, Selection
 from experiments.verbs.shared.terminal import fits
@@ -99,7 +99,7 @@ def rows_table(rows: Sequence[Asked]) -> Table:
         f"{ranks.pop()} x {spec.gpu.name}" if len(ranks) == 1 and "cluster" not in keys else "",
     ]
     heads = (*keys, "schedule", "step", "90 % interval", "tokens/s/GPU", "MFU", PEAK, "fits", "bound by")
-    caption = BESIDE if "cluster" in keys else beside(spec)
+    caption = BESIDE if {"cluster", "software"} & {*keys} else beside_in(first.room, spec)
     title = ", ".join(filter(None, about))
     table = Table(*heads, title=title, title_justify="left", caption=caption, caption_justify="left")
     for row in _ordered(rows):

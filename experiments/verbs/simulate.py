@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 
 import longstep
-from experiments.evidence.peaks import beside, spec_of
+from experiments.evidence.peaks import beside_of
 from experiments.verbs.cli import with_flags
 from experiments.verbs.several import Asked, answer, decisive, json_rows, played, require_any, rows_table, set_up
 from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
@@ -186,7 +186,7 @@ def _neighbours(setup: longstep.Setup, command: Simulate, console: Console) -> N
         print_json(found.rows, console)
         return
     title = setup.resolved().title
-    for shown in neighbours_shown(title, found, beside(spec_of(setup))):
+    for shown in neighbours_shown(title, found, beside_of(setup)):
         console.print(shown)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 import longstep
-from experiments.evidence.peaks import BESIDE, PEAK, beside, spec_of
+from experiments.evidence.peaks import BESIDE, PEAK, beside_of
 from experiments.evidence.provenance import SWEEP_MARK
 from experiments.verbs.cli import with_flags
 from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
@@ -99,7 +99,7 @@ def sweep(command: Sweep, console: Console) -> None:
     for line in _padded(found):
         console.print(line, markup=False)
     console.print(said, markup=False)
-    console.print(_table(found, BESIDE if any(key.startswith("cluster") for key in keys) else beside(spec_of(setup))))
+    console.print(_table(found, BESIDE if any(key.startswith("cluster") for key in keys) else beside_of(setup)))
     tell_basis([first], console, everything=command.evidence)
 
 

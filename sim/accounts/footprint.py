@@ -45,7 +45,7 @@ def footprint(header: Header) -> Footprint:
     tokens = sequences * workload.seq // (mesh.sharing * (mesh.tp if options.tp_sequence else 1))
     layer = tokens * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
     most = max(stages.layers_in_flight(stage) for stage in range(mesh.pp))
-    known = options.checkpoint == "full" and not workload.sequences
+    known = options.checkpoint in {"full", "whole"} and not workload.sequences
     return Footprint(states_bytes=max(held), saved_bytes=most * layer if known else None)
 
 

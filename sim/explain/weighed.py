@@ -123,7 +123,7 @@ class Scale:
 
     def _walked(self, change: Change) -> Weighed:
         """Return a change with its memory."""
-        room = least_room(shortened(change.setup).setups[-1].resolved())
+        room = least_room(shortened(change.setup).setups[-1].resolved(), reserved=True)
         return Weighed(
             change,
             step_time_s=None,
@@ -219,7 +219,7 @@ def longest_by_few(setup: Setup, free_bytes: int, near: int | None = None) -> in
                 tokens = _crossing(free, lengths)
             if tokens in free:
                 break
-            free[tokens] = least_room(few.replace(seq=tokens, pad=True).resolved()).free_bytes
+            free[tokens] = least_room(few.replace(seq=tokens, pad=True).resolved(), reserved=True).free_bytes
             tokens = _crossing(free, lengths)
     except LongstepError:
         return None

@@ -24,6 +24,7 @@ from sim.setup.masks import Kept
 from sim.setup.names import PLACEMENTS
 from sim.setup.prediction import blaming_the_builder, built
 from sim.words.mesh import AXES, Mesh
+from sim.words.options import AllocatorName
 from sim.words.profile import Profile
 from sim.words.workload import Workload
 from topology.cluster import Cluster
@@ -106,6 +107,11 @@ class Configuration:
     def cluster(self) -> Cluster:
         """The cluster, built."""
         return Cluster(self.spec)
+
+    @property
+    def allocator(self) -> AllocatorName | None:
+        """What gives tensors their memory; None where that is not known."""
+        return self.profile.allocator if self.profile else None
 
     @property
     def hints(self) -> Hints:

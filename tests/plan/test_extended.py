@@ -12,6 +12,8 @@ from experiments.verbs.cli import main
 from longstep import Setup
 from sim.base.errors import InputError
 from sim.plan.extended import extended
+from sim.schedule.ir.program import Schedule
+from sim.setup.configuration import Configuration
 from tests.helpers import slow_but
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -21,6 +23,10 @@ STEPS: dict[str, dict[str, Any]] = {
     "shares of weights in stages": {
         "schedule": "ulysses", "gpus": 16, "seq": "16K", "pp_degree": 2, "tp_degree": 4, "global_batch": 8,
         "micro_batches": 8,
+    },
+    "an allocator that is named": {
+        "schedule": "single", "seq": "4K", "pp_degree": 4, "gpus": 4, "global_batch": 8, "micro_batches": 8,
+        "software": "nanotron",
     },
 }  # fmt: skip
 
@@ -32,7 +38,7 @@ def setup_of(name: str) -> Setup:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+@pytest.mark.parametrize("name", slow_but({"layers", "an allocator that is named"}, STEPS))
 def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     setup = setup_of(name)
     few, whole = extended(setup), setup.predicted()
@@ -55,6 +61,25 @@ def test_unlike_micro_batches_are_all_played() -> None:
     assert few.played == "told by 8 and 10 of 32 layers"
     assert few.step_time_s == pytest.approx(whole.step_time_s, rel=1e-3)
     assert few.answer.partition(" (")[2].partition("), ")[2] == whole.answer.partition(" (")[2].partition("), ")[2]
+
+
+@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+def test_another_machine_is_played_on_schedules_that_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all figures of a step that was built anew."""
+    setup, changes = setup_of(name), {"cluster.nvlink.bytes_per_s": "*2", "cluster.gpu.launch_s": "*3"}
+    faster = setup.replace(set={**dict(setup.set), **changes})
+    anew, few = extended(faster).to_dict(), extended(setup)
+    assert few.fits
+
+    def built(_: Configuration, *__: Any, **___: Any) -> Schedule:
+        raise AssertionError
+
+    monkeypatch.setattr(Configuration, "built", built)
+    found = few.replace(set=faster.set)
+    assert found.to_dict() == anew
+    assert found.step_time_s < few.step_time_s
+    with pytest.raises(AssertionError):
+        few.replace(seq="128K")
 
 
 def test_what_is_small_is_played_whole() -> None:

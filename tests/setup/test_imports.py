@@ -47,7 +47,8 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("megatron-llama3-8b.sh",): (
         {}, {"schedule": "zigzag", "gpus": 16, "seq": 131072, "batch": 4, "ring_degree": 8, "dp_degree": 2, "set": {
-            "schedule.loss": "whole", "schedule.zero_stage": "1", **TE, "schedule.micro_batches": "4"}},
+            "schedule.loss": "whole", "schedule.zero_stage": "1", **TE, "schedule.micro_batches": "4",
+            "schedule.checkpoint": "whole"}},
     ),
     ("trainer-alst.json", "deepspeed-zero3.json"): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 131072, "batch": 4, "ulysses_degree": 8,
@@ -94,7 +95,8 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("megatron-bridge-overrides.sh",): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 65536, "batch": 4, "ulysses_degree": 8,
-            "set": {"schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4"}},
+            "set": {"schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4",
+                "schedule.checkpoint": "whole"}},
     ),
     ("nanotron-3d.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 256, "seq": 8192, "batch": 4, "dp_degree": 16, "set": {
@@ -104,7 +106,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 """Files, what is typed beside them, and what to predict."""
 REFUSED = {
-    "torchtitan-llama3-405b.toml": {"parallelism.enable_async_tensor_parallel", "model.converters"},
+    "torchtitan-llama3-405b.toml": {"model.converters"},
     "megatron-arguments.txt": {"recompute_granularity"},
     "deepspeed-zeropp.json": {
         "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_weights",
@@ -118,7 +120,7 @@ REFUSED = {
     "peft-dora.json": {"bias", "lora_dropout", "modules_to_save", "rank_pattern.q_proj", "use_dora"},
     "llama-factory-qlora.yaml": {"quantization_bit", "lora_dropout"},
     "ms-swift-megatron.yaml": {"expert_model_parallel_size"},
-    "megatron-bridge-70b.yaml": {"comm_overlap.tp_comm_overlap", "mixed_precision"},
+    "megatron-bridge-70b.yaml": {"mixed_precision"},
 }  # fmt: skip
 """Files, and the keys that are not sayable where model and length are given."""
 

@@ -60,7 +60,7 @@ NAMES_SINCE_2026 = [
 ]  # fmt: skip
 """Two sequences in each micro-batch, eight in a step."""
 TITAN_HAS = {"schedule.rotary_table": "true", "schedule.zero_stage": "2", "schedule.sync": "last"}
-MEGATRON_HAS = {"schedule.zero_stage": "1", **TE}
+MEGATRON_HAS = {"schedule.checkpoint": "whole", "schedule.zero_stage": "1", **TE}
 BF16 = [("tensor_model_parallel_size: 4", "tensor_model_parallel_size: 1"), ("fp8_current", "bf16_mixed")]
 DENSE = [
     (f"tensor_model_parallel_size {'.' * 22} 4", f"tensor_model_parallel_size {'.' * 22} 1"),
@@ -100,8 +100,8 @@ PLAYED: dict[str, tuple[tuple[str, list[tuple[str, str]]], dict[str, Any], dict[
         "model.pipeline_model_parallel_size=2 model.num_layers_in_first_pipeline_stage=15"),
         ("context_parallel_size=8", "context_parallel_size=4")]), {"model": "llama3-8b"}, {
             "schedule": "ulysses", "gpus": 8, "pp_degree": 2, "ulysses_degree": 4, "seq": 65536, "batch": 4,
-            "set": {"schedule.zero_stage": "1", "schedule.loss": "unfused", "schedule.micro_batches": "4",
-                "schedule.pipeline_layers": "15,17"}}),
+            "set": {"schedule.checkpoint": "whole", "schedule.zero_stage": "1", "schedule.loss": "unfused",
+                "schedule.micro_batches": "4", "schedule.pipeline_layers": "15,17"}}),
     "Megatron-Bridge, 4 of five chunks": ((BRIDGE_70B, BF16), {"model": "llama3-70b", "gpus": 64}, {
         "model": "llama3-70b", "schedule": "zigzag", "gpus": 64, "pp_degree": 4, "ring_degree": 2, "dp_degree": 8,
         "seq": 8192, "batch": 32, "set": {**MEGATRON_HAS, "schedule.checkpoint": "none", "schedule.loss": "unfused",

@@ -66,6 +66,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     few_micro_batches: bool = False
     """Whether steps of many micro-batches are told by two of few, without jitter: each further one takes what the last
     of these adds (``sim.plan.search.few``)."""
+    extend: bool = False
+    """Whether steps are told by few layers, too, without proof: as ``longstep simulate --extend`` tells them."""
 
 
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -162,12 +164,14 @@ class Case(NamedTuple):
     host: HostFigures | None = None
     """Other figures of the host than the profile's."""
     few_micro_batches: bool = False
-    """As its group has it."""
+    extend: bool = False
+    """Both as its group has them."""
 
     @property
     def played(self) -> Setup:
         """Return what is simulated: the step, or the op alone; however long it takes, since a file asks for it."""
-        setup = self.setup.replace(yes=True, **({"jitter": 0.0} if self.few_micro_batches else {}))
+        told = self.few_micro_batches or self.extend
+        setup = self.setup.replace(yes=True, **({"jitter": 0.0} if told else {}))
         if self.left_out or self.host:
             return setup.replace(profile=_changed(str(setup.profile), self.left_out, self.host))
         if self.alone is None:
@@ -295,6 +299,8 @@ def _require_playable(case: Case, where: str) -> None:
     """Raise InputError that names a case whose schedule cannot be built, or has not what was timed."""
     try:
         found = case.played.resolved()
+        if case.extend:
+            return
         schedule = found.built()
         if case.measure:
             _check_measure(case.measure, found.checked().schedule if found.one_device else schedule)
@@ -371,11 +377,11 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     left_out = tuple([kernel for one in alike for kernel in one.left_out])
     if left_out and (alone or file.profile == DATASHEET):
         raise InputError(f"{where}: left_out {', '.join(left_out)} takes whole steps, and a profile")
-    if group.few_micro_batches and (setup.scope != "step" or measure or file.host_fit):
-        raise InputError(f"{where}: few_micro_batches takes whole steps, without host_fit: leave one of them out")
-    return Case(
-        group.name, setup, float(measured_s), measure, alone, left_out, few_micro_batches=group.few_micro_batches
-    )
+    for name in ("few_micro_batches", "extend"):
+        if getattr(group, name) and (setup.scope != "step" or measure or file.host_fit):
+            raise InputError(f"{where}: {name} takes whole steps, without host_fit: leave one of them out")
+    told = (group.few_micro_batches, group.extend)
+    return Case(group.name, setup, float(measured_s), measure, alone, left_out, None, *told)
 
 
 def selected(file: CaseFile, case: dict[str, Any], of_group: tuple[str, ...], where: str) -> Setup:

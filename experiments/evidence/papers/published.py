@@ -21,7 +21,7 @@ from sim.engine.intervals.learned import Learned, Reach, shipped
 from sim.engine.intervals.regime import Regime, regime
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.sensitivity import bound
-from sim.plan.search.few import Few
+from sim.plan.search.steps import steps_of
 from sim.schedule.ir.ops import KINDS
 from sim.setup.names import DATASHEET
 from sim.software.software import load_software
@@ -85,9 +85,8 @@ class CasePrediction(NamedTuple):
         low_s, high_s = found.around(self.predicted_s) if found else (self.predicted_s, self.predicted_s)
         return self._replace(low_s=low_s, high_s=high_s)
 
-    def further(self, few: Few, fewer_s: float) -> CasePrediction:
-        """Return it with all micro-batches, by a step that has fewer of them, too."""
-        taken_s = few.told(fewer_s, self.predicted_s)
+    def taking(self, taken_s: float) -> CasePrediction:
+        """Return it with all layers and micro-batches, where it was played with fewer."""
         return self._replace(predicted_s=taken_s, low_s=taken_s, high_s=taken_s)
 
     @property
@@ -139,16 +138,25 @@ def predicted_twice(
 
 
 def _predicted(case: Case, host: HostFigures | None) -> tuple[CasePrediction, CasePrediction | None]:
+    if case.extend:
+        return _extended(case), None
     few = case.told_by
     *before, found = [setup.predicted() for setup in few.setups]
     reaches = None if case.host or found.profile is None else _reaches(case, found.simulation)
     if host is None:
         told = _read_off(case, found.simulation, reaches)
-        return told.further(few, case.seconds(before[0].trace)) if before else told, None
+        return told.taking(few.told(case.seconds(before[0].trace), told.predicted_s)) if before else told, None
     fitted, simulation = case._replace(host=host), found.simulation
     profile = fitted.played.resolved().profile
     again = simulate(found.checked, found.cluster, profile, simulation.jitter, engine=simulation.engine)
     return _read_off(case, simulation, reaches), _read_off(fitted, again, None)
+
+
+def _extended(case: Case) -> CasePrediction:
+    """Return what is predicted of a step by few of its layers and micro-batches."""
+    steps = steps_of(case.played)
+    reaches = None if steps.last.profile is None else _reaches(case, steps.last)
+    return _read_off(case, steps.last, reaches).taking(steps.step_s)
 
 
 def _read_off(case: Case, simulation: Simulation, reaches: Reaches | None) -> CasePrediction:

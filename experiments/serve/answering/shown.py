@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from experiments.evidence.peaks import beside
+from experiments.evidence.peaks import beside_in
 from experiments.evidence.provenance import evidence_lines
 from experiments.pages.drawn.charts import SECONDS, Chart, bars
 from experiments.pages.drawn.step_charts import memory_chart, parts_chart, saves_chart
@@ -43,7 +43,7 @@ def figures(prediction: Prediction, found: Report) -> dict[str, Any]:
         "gpu_hours": training.gpu_hours_per_billion_tokens if training else None,
         "said": _said(found),
         "shown": figures_shown(prediction, found),
-        "beside": beside(prediction.cluster.spec),
+        "beside": beside_in(found.room, prediction.cluster.spec),
         "charts": {"memory": plain(memory_chart(found)), "parts": plain(parts_chart(found.breakdown))},
     }
 

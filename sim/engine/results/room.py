@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -116,15 +117,22 @@ def allocated(checked: Checked, cluster: Cluster, name: AllocatorName | None) ->
     """Return what an allocator reserves for the ranks of a schedule that are on the first devices of a cluster, of each
     stage for the one that allocates most; None where it is not known, and on a CPU host, whose memory ranks share.
     """
-    spec, mesh, walked = cluster.spec, checked.schedule.header.mesh, walks(checked)
+    mesh, walked = checked.schedule.header.mesh, walks(checked)
+    fullest: dict[int, int] = {}
+    for rank in sorted(range(len(walked)), key=lambda rank: (walked[rank].peak_bytes, -rank)):  # the first of equals
+        fullest[mesh.place(rank)["pp"]] = rank
+    return allocated_for((allocations_of(checked, fullest[stage]) for stage in sorted(fullest)), cluster, name)
+
+
+def allocated_for(stages: Iterable[Allocations], cluster: Cluster, name: AllocatorName | None) -> Allocated | None:
+    """Return the same for one rank of each stage, by what its steps take and give back; none is asked for where the
+    allocator is not known.
+    """
+    spec = cluster.spec
     if name is None or spec.gpu.kind == "cpu":
         return None
-    fullest: dict[int, int] = {}
-    for rank in sorted(range(len(walked)), key=lambda rank: walked[rank].peak_bytes):
-        fullest[mesh.place(rank)["pp"]] = rank
     beside, within = spec.reserved_beside_allocator
-    has = spec.hbm.capacity_bytes - beside
-    of = [_of_stage(allocations_of(checked, fullest[stage]), name, has, within) for stage in sorted(fullest)]
+    of = [_of_stage(found, name, spec.hbm.capacity_bytes - beside, within) for found in stages]
     needs = Reserved(max(needed.least_bytes for _, needed in of), max(needed.most_bytes for _, needed in of))
     return Allocated(name, tuple([logged for logged, _ in of]), needs)
 

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sim.accounts.memory import walk
+from sim.accounts.reserved import Allocations
 from sim.base.garbage import garbage_collection_off
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.facts import largest_part
 from sim.engine.play.work import Work
-from sim.engine.results.report import link_floors
-from sim.engine.results.room import Room, room_of
+from sim.engine.results.floors import link_floors
+from sim.engine.results.room import Room, allocated_for, room_of
 from sim.plan.search.few import Few
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.kernels import kernel_uses
@@ -93,20 +94,25 @@ def least_seconds(found: Configuration) -> Least:
 
 
 @garbage_collection_off()
-def least_room(found: Configuration) -> Room:
+def least_room(found: Configuration, *, reserved: bool = False) -> Room:
     """Return what a configuration takes of each memory at least, by one rank of each stage of a pipeline; of schedules
-    that are not of the catalog, whose ranks may have unequal parts, by all ranks. Raises InputError where it cannot be
+    that are not of the catalog, whose ranks may have unequal parts, by all ranks. ``reserved``: of the GPU's what the
+    allocator of its software reserves, where that is known, which takes longer. Raises InputError where it cannot be
     built.
     """
     mesh = found.mesh
     ranks = last_ranks(mesh) if found.entry in SCHEDULES.values() else mesh.first_replica
     schedule = found.built(ranks=len(ranks))
     programs = {rank: schedule.program(rank) for rank in ranks}
-    walked = {rank: walk(one, derive(one)) for rank, one in programs.items()}
+    derived = {rank: derive(one) for rank, one in programs.items()}
+    walked = {rank: walk(one, derived[rank]) for rank, one in programs.items()}
     alike = {mesh.place(rank)["pp"]: rank for rank in ranks}
     roles = ((rank, mesh.role(rank)) for rank in range(mesh.size))
     of_ranks = [walked.get(role) or walked[alike[mesh.place(rank)["pp"]]] for rank, role in roles]
-    return room_of(schedule.header, of_ranks, found.cluster)
+    fullest = {mesh.place(rank)["pp"]: rank for rank in sorted(ranks, key=lambda rank: walked[rank].peak_bytes)}
+    stages = (Allocations(programs[rank], derived[rank]) for _, rank in sorted(fullest.items()))
+    allocator = allocated_for(stages, found.cluster, found.allocator) if reserved else None
+    return room_of(schedule.header, of_ranks, found.cluster, allocator)
 
 
 def _built(found: Configuration) -> tuple[Schedule, Program]:

@@ -7,12 +7,14 @@ quickest to simulate.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from sim.base.errors import InputError
 from sim.engine.results.room import Limit
 from sim.plan.search.branches import Played, least_limits, played
 from sim.plan.search.space import Branch, Family
+from sim.plan.search.steps import reserved_room
 from sim.setup import names
 
 USUAL = ("ulysses", "usp", "zigzag", "ring", "single")
@@ -26,7 +28,17 @@ PINNED = 0.5
 
 def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> Played | None:
     """Return a configuration that fits, with the fewest GPUs a replica for which one is found, or None, which proves
-    nothing.
+    nothing. Weights are cut into shares and stages only where nothing fits without.
+    """
+    cuts: dict[tuple[int, int], list[Family]] = defaultdict(list)
+    for family in sorted(families, key=unusual):
+        cuts[family.setup.tp_degree, family.setup.pp_degree].append(family)
+    found = (_first_of_cut(alike, is_late) for alike in cuts.values())
+    return next((one for one in found if one), None)
+
+
+def _first_of_cut(families: Sequence[Family], is_late: Callable[[], bool]) -> Played | None:
+    """Return the same of families, in order, that cut weights alike.
 
     Replicas of all GPUs are tried first, then smaller ones. Their GPUs hold more, so what has not fitted is not tried
     again.
@@ -34,7 +46,7 @@ def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> 
     leaves: list[Branch] = []
     stays = [*STAYS]
     for size in sorted({_size(family) for family in families}, reverse=True):
-        there = sorted((one for one in families if _size(one) == size), key=unusual)
+        there = [one for one in families if _size(one) == size]
         while stays and not is_late():
             leaf, fits = _of_first(there, stays[0])
             if leaf is None:
@@ -53,16 +65,25 @@ def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> 
 
 
 def _of_first(families: Sequence[Family], stays: Sequence[str]) -> tuple[Branch | None, bool]:
-    """Return a configuration of the first family that can be built, and whether it fits by its bounds."""
+    """Return a configuration of the first family that can be built, and whether it fits."""
     for family in families:
         chosen = (values[0] if key in stays else values[-1] for key, values in family.grid.items())
         leaf = Branch(family, tuple(chosen))
         try:
-            limits = least_limits(leaf.setup)
+            return leaf, _fits(leaf)
         except InputError:
             continue
-        return leaf, all(limit.free_bytes >= 0 and is_usual(limit) for limit in limits)
     return None, False
+
+
+def _fits(leaf: Branch) -> bool:
+    """Return whether people would run a configuration by its bounds and, where that is known, by what the allocator of
+    its software reserves, which takes longer.
+    """
+    if not all(limit.free_bytes >= 0 and is_usual(limit) for limit in least_limits(leaf.setup)):
+        return False
+    known = leaf.setup.resolved().allocator is not None
+    return not known or reserved_room(leaf.setup).free_bytes >= 0
 
 
 def is_usual(limit: Limit) -> bool:

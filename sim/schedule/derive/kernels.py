@@ -17,6 +17,7 @@ import numpy as np
 
 from sim.base.kept import kept
 from sim.schedule.derive.tiles import tiles
+from sim.schedule.ir.declare import views_in
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
@@ -35,7 +36,6 @@ from sim.schedule.ir.ops import (
     Embed,
     EmbedBackward,
     ExpSum,
-    Gemm,
     Hold,
     Kernel,
     LargestLogit,
@@ -46,6 +46,7 @@ from sim.schedule.ir.ops import (
     LogitLoss,
     Merge,
     Pack,
+    ProductKernel,
     StateSum,
     StreamingKernel,
     TiledKernel,
@@ -127,13 +128,14 @@ def kernel_uses(program: Program) -> list[KernelUse | None]:
 
 
 def kernel_flops(program: Program) -> dict[str, int]:
-    """Return the FLOPs of a program by kernel."""
+    """Return the FLOPs of a program by kernel; those of attention are its own, also where it is several kernels."""
     found: Counter[str] = Counter()
     for fragment, calls in Counter([call.fragment for call in program.calls]).items():
         forms, which, _ = fragment.shared.formed
         for form, times in zip(forms, np.bincount(which).tolist(), strict=True):
             use = use_of(form)
-            for kernel, count in use.each if use else ():
+            each = () if use is None else ((use, 1),) if use.kernel in ATTENTION_KERNELS else use.each
+            for kernel, count in each:
                 found[kernel.kernel] += calls * times * count * kernel.flops
     return found
 
@@ -163,7 +165,7 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
         )
     if isinstance(op, LinearKernel):
         return _linear_use(op, program)
-    if isinstance(op, Gemm):
+    if isinstance(op, ProductKernel):
         return gemm_use(op, program)
     if isinstance(op, Embed | EmbedBackward):
         return _embedding_use(op, program)
@@ -174,17 +176,19 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
     return _streaming_use(op, program)
 
 
-def gemm_use(op: Gemm, program: Program) -> KernelUse:
-    """Return the matrix product of a linear layer, 2 FLOPs a multiply-add. All forms of one layer share their shape."""
-    a, b, out = op.a.shape, op.b.shape, op.out.shape
-    tokens = a[0] * a[1]
-    fan_in, fan_out = out if op.form == "tn" else b
+def gemm_use(op: ProductKernel, program: Program) -> KernelUse:
+    """Return the matrix product of a linear layer, or of several side by side, 2 FLOPs a multiply-add. All forms of one
+    layer share their shape.
+    """
+    a, *_ = views_in(op.a)
+    out, *_ = views_in(op.out)
+    weights = [view.shape for view in views_in(op.out if op.form == "tn" else op.b)]
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
-    shape = (tokens, fan_in, fan_out)
+    shape = (a.shape[0] * a.shape[1], weights[0][0], sum([fan_out for _, fan_out in weights]))
     variant = op.form + (" accumulate" if op.accumulate else "")
-    if program.dtype(op.out) != program.dtype(op.a):
-        variant += f" into {program.dtype(op.out)}"
-    return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
+    if program.dtype(out) != program.dtype(a):
+        variant += f" into {program.dtype(out)}"
+    return KernelUse("gemm", variant, program.dtype(a), shape, 2 * math.prod(shape), moved)
 
 
 def _linear_use(op: LinearKernel, program: Program) -> KernelUse:
@@ -444,21 +448,38 @@ def _alone(rows: int, columns: int, band: Band) -> DocumentBlock:
 
 def unfused_use(kernel: AttentionName, backward: bool, dtype: Dtype, q_shape: tuple[int, ...], num_keys: int,
                 kv_heads: int, band: Band) -> KernelUse:  # fmt: skip
-    """Return attention whose scores pass through HBM, whatever the mask keeps of them (arXiv:2205.14135 §3.1).
+    """Return attention whose scores pass through HBM, whatever the mask keeps of them (arXiv:2205.14135 §3.1): products
+    of each head, and kernels that pass over its scores, one after the other.
 
-    Forward writes and reads the scores and the probabilities. Backward reads the probabilities, writes and reads their
-    gradient and that of the scores (read by two matmuls); a memory-efficient one computes scores and probabilities
-    again.
+    Forward S = Q K^T, P = softmax(S), O = P V. Backward dV = P^T dO, dP = dO V^T, dS of P and dP, dQ = dS K, dK =
+    dS^T Q; a memory-efficient one makes S and P again before.
     """
     batch, queries, heads, head_dim = q_shape
     size, pairs = DTYPE_BYTES[dtype], batch * heads * queries * num_keys
-    shape, moved = _attention_operands(backward, size, q_shape, num_keys, kv_heads)
-    again = kernel == "memory-efficient"
-    per_pair = (10 if again else 8) * head_dim if backward else 4 * head_dim
-    scores = (10 if again else 7) if backward else 4
+    operands = (math.prod(q_shape) + batch * num_keys * kv_heads * head_dim) * size
+
+    def product(form: str, rows: int, fan_in: int, fan_out: int) -> KernelUse:
+        """Every product is of scores, of one operand like q and of one like k."""
+        of_heads = (batch * heads * rows, fan_in, fan_out)
+        return KernelUse("gemm", form, dtype, of_heads, 2 * pairs * head_dim, operands + pairs * size)
+
+    def over_scores(name: str, passes: int) -> KernelUse:
+        """Beside scores it has a number for each query."""
+        moved = (passes * pairs * size) + batch * heads * queries * max(4, size)
+        return KernelUse(name, "", dtype, (pairs,), 0, moved)
+
+    to_scores, from_scores = product("nt", queries, head_dim, num_keys), product("nn", queries, num_keys, head_dim)
+    to_keys = product("tn", num_keys, queries, head_dim)
+    made = (to_scores, over_scores("softmax", 2))
+    run = (*made, from_scores)
+    if backward:
+        again = made if kernel == "memory-efficient" else ()
+        run = (*again, to_keys, to_scores, over_scores("softmax_backward", 3), from_scores, to_keys)
+    flops, moved = (sum(each) for each in zip(*((one.flops, one.hbm_bytes) for one in run), strict=True))
     name = "attention_backward" if backward else "attention_forward"
     variant = f"{kernel} {mask_variant(band, queries, num_keys)}"
-    return KernelUse(name, variant, dtype, shape, per_pair * pairs, moved + scores * pairs * size)
+    shape = (batch, queries, num_keys, heads, kv_heads, head_dim)
+    return KernelUse(name, variant, dtype, shape, flops, moved, loop=tuple([(one, 1) for one in run]))
 
 
 def _attention_operands(

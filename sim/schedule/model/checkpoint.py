@@ -34,9 +34,10 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint(block: Block, name: str) -> Checkpoint:
-    """Return what a name means for a block: none keeps all that backward needs; full the layer's input; attention its
-    output, too (DistFlashAttn, arXiv:2310.03294 §3.3); others list tensors, as ``x+out+h2``. A block whose projections
-    are apart has no q, k and v to keep.
+    """Return what a name means for a block: none keeps all that backward needs; full the layer's input; whole the same,
+    and all equations run again, also those behind the last that backward needs; attention the input and its own output
+    (DistFlashAttn, arXiv:2310.03294 §3.3); others list tensors, as ``x+out+h2``. A block whose projections are apart
+    has no q, k and v to keep.
 
     Raises InputError for what is no tensor that backward needs, and for lists from which some cannot be made.
     """
@@ -47,12 +48,13 @@ def checkpoint(block: Block, name: str) -> Checkpoint:
         {
             "none": "+".join(_names(block, needed)),
             "full": block.x.name,
+            "whole": block.x.name,
             "attention": f"{block.x.name}+{block.out.name}",
         },
         name,
     )
     missing = set(needed) - kept
-    after = _makers(block.forward.after, missing, kept)
+    after = block.forward.after if name == "whole" else _makers(block.forward.after, missing, kept)
     attends = block.out in missing
     missing |= inputs - kept if attends else set()
     before = _makers(block.forward.before, missing, kept)
@@ -120,7 +122,8 @@ def _made(block: Block) -> dict[Tensor, tuple[Tensor, ...]]:
     """Return what backward needs of what each kernel makes, by the first of it."""
     inputs, needed = _needed(block)
     wanted = {*needed, *inputs}
-    every = [one.results for one in (*block.forward.before, *block.forward.after) if not one.adds]
+    each = [one for part in block.forward for whole in part for one in whole.joins or (whole,)]
+    every = [one.results for one in each if not one.adds]
     kept = [tuple([tensor for tensor in results if tensor in wanted]) for results in every]
     return {results[0]: results for results in kept if results}
 

@@ -11,6 +11,7 @@ from experiments.evidence.papers.cases import FOLDER, case_fields, read_cases, s
 from experiments.evidence.papers.published import predicted
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
+from sim.plan.extended import extended
 from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
 from sim.software.attention import attending
@@ -29,7 +30,8 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
     assert file.source
     assert file.quality
     for case in cases:
-        case.played.resolved().built()
+        if not case.extend:
+            case.played.resolved().built()
         found = case.setup.resolved().profile
         known = None if file.profile == DATASHEET else load_profile(file.profile)
         if known is None or found is None:
@@ -37,7 +39,10 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
             continue
         named = {
             name: getattr(found, name)
-            for name in ("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention", "allocator")
+            for name in (
+                *("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention", "allocator"),
+                "one_queue",
+            )
         }
         kernel = found.attention and found.attention.kernel
         of_it = attending(known, kernel, case.setup.resolved().spec.gpu.chip) if kernel else known
@@ -158,6 +163,27 @@ def test_few_micro_batches_say_what_many_take(tmp_path: Path) -> None:
     assert [setup.batch for setup in case._replace(few_micro_batches=False).told_by.setups] == [9]
     path.write_text(FEW.replace('scope = "step"', 'scope = "layer"').replace(', "schedule.micro_batches=9"', ""))
     with pytest.raises(InputError, match="few_micro_batches takes whole steps, without host_fit"):
+        read_cases(str(path))
+
+
+EXTENDED = FEW.replace("few_micro_batches = true", "extend = true").replace("num_layers=4", "num_layers=16")
+
+
+@pytest.mark.gloo
+def test_extended_steps_are_told_by_few_layers_and_micro_batches(tmp_path: Path) -> None:
+    """As ``extended`` tells them, with an interval from sets of steps; a step that is refused says so by its case."""
+    path = tmp_path / "ours.toml"
+    path.write_text(EXTENDED)
+    (case,) = read_cases(str(path))[1]
+    told, found = next(predicted([case])), extended(case.setup)
+    assert found.played == "told by 8 and 10 of 16 layers, and 3 and 4 of 9 micro-batches"
+    assert told.predicted_s == found.step_time_s
+    assert told.low_s < told.predicted_s < told.high_s
+    path.write_text(EXTENDED.replace('scope = "step"', 'scope = "layer"').replace(', "schedule.micro_batches=9"', ""))
+    with pytest.raises(InputError, match="extend takes whole steps, without host_fit"):
+        read_cases(str(path))
+    path.write_text(EXTENDED.replace("seq =", "tp_degree = 3\nseq ="))
+    with pytest.raises(InputError, match="group 'nine micro-batches', measured_s 1: .*tp_degree"):
         read_cases(str(path))
 
 

@@ -23,7 +23,8 @@ LLAMA = block_of(load_model("tiny"))
 
 BEFORE = ["norm1", "wq", "wk", "wv", "rope q", "rope k"]
 AFTER = ["wo", "residual of attention", "norm2", "w_gate", "w_up", "swiglu"]
-"""All that a full checkpoint computes again around attention, as torch's checkpointing stops: not w_down."""
+"""All that a full checkpoint computes again around attention, as torch's checkpointing stops: not w_down, which that of
+Megatron-LM runs (whole)."""
 NAMES = ["h1", "q", "k", "v", "out", "middle", "h2", "gate", "up", "act"]
 
 
@@ -31,6 +32,7 @@ NAMES = ["h1", "q", "k", "v", "out", "middle", "h2", "gate", "up", "act"]
     ("name", "before", "after"),
     [
         ("full", BEFORE, AFTER),
+        ("whole", BEFORE, [*AFTER, "w_down", "residual of mlp"]),
         ("attention", BEFORE, AFTER),
         ("x+out", BEFORE, AFTER),
         ("x+q+k+v+out", BEFORE[:1], AFTER),
@@ -99,7 +101,7 @@ def held(schedule: Schedule) -> Counter[str]:
     return Counter({name: nbytes // tokens for name, nbytes in found.items()})
 
 
-@pytest.mark.parametrize("name", ["full", "attention", "x+out+h2", "x+q+k+v+out", "none"])
+@pytest.mark.parametrize("name", ["full", "whole", "attention", "x+out+h2", "x+q+k+v+out", "none"])
 def test_what_is_kept_by_hand(name: str) -> None:
     """Of one layer more, per token in fp64: E = 128 of x, middle and norms; 8 heads of 16 of q and out, 4 of k and v;
     F = 64 of gate, up and act; beside out a log-sum-exp of each head, beside a norm's result one number.
@@ -110,6 +112,7 @@ def test_what_is_kept_by_hand(name: str) -> None:
     inputs = {"q": 128 * 8, "k": 64 * 8, "v": 64 * 8}
     expected = {
         "full": embed,
+        "whole": embed,
         "attention": embed | results,
         "x+out+h2": embed | results | {"h2": 128 * 8, "rstd2": 8},
         "x+q+k+v+out": embed | results | inputs,
@@ -125,16 +128,17 @@ def test_what_a_layer_computes_again_counts_among_the_flops() -> None:
     """Of 2 layers, 32 tokens: 2 FLOPs a weight; wq and wo 128 x 128, wk and wv 128 x 64, of MLP's three 128 x 64."""
     claimed = {
         name: make_step("ring", 2, step(), checkpoint=name).schedule.header.claims.gemm_flops
-        for name in ("none", "x+q+k+v+out", "x+h1+q+k+v+out+middle+h2", "full")
+        for name in ("none", "x+q+k+v+out", "x+h1+q+k+v+out+middle+h2", "full", "whole")
     }
     each = 2 * 2 * 32 * 128
     assert claimed["x+q+k+v+out"] - claimed["none"] == each * (128 + 2 * 64)
     assert claimed["x+h1+q+k+v+out+middle+h2"] - claimed["none"] == each * 2 * 64
     assert claimed["full"] - claimed["none"] == each * (128 + 2 * 64 + 128 + 2 * 64)
+    assert claimed["whole"] - claimed["full"] == each * 64
 
 
 @pytest.mark.parametrize("name", by_tier({"ulysses"}, {"zigzag", "fpdt", "upipe"}, SCHEDULES))
-@pytest.mark.parametrize("kept", slow_but({"attention"}, ["attention", "x+out+k", "x+q+k+v+h2"]))
+@pytest.mark.parametrize("kept", slow_but({"attention", "whole"}, ["attention", "whole", "x+out+k", "x+q+k+v+h2"]))
 def test_every_schedule_is_exact(name: str, kept: str) -> None:
     if name in {"fpdt", "upipe"} and not {"q", "k", "v"}.isdisjoint(kept.split("+")):
         with pytest.raises(InputError, match="is none of the tensors that a layer can keep for its backward pass"):
@@ -160,7 +164,7 @@ def test_any_list_is_exact(seed: int) -> None:
         ("x+q_raw", "'q_raw' is none of the tensors .* a list such as x.out of x, h1, q, k, v, out, middle, h2"),
         ("x+lse", "'lse' is none of the tensors"),
         ("x+", "'' is none of the tensors"),
-        ("selective", "allowed are none, full, attention, or a list"),
+        ("selective", "allowed are none, full, whole, attention, or a list"),
     ],
 )
 def test_what_is_refused(name: str, message: str) -> None:

@@ -85,7 +85,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "weights": ("gpu", "gpu", "host", "host-states"),
     "loss": ("whole", "chunked"),
     "mlp": ("whole", "whole", "tiled", "mini"),
-    "checkpoint": ("full", "none", "attention", "x+out+h2", "x+q+k+v"),
+    "checkpoint": ("full", "whole", "none", "attention", "x+out+h2", "x+q+k+v"),
     "activations": ("hbm", "hbm", "host", "save-on-cpu", "pageable"),
 }
 """What a step is drawn of; what does not go together is refused, and others are drawn."""
