@@ -57,8 +57,8 @@ class Program:
     @staticmethod
     def of_calls(rank: int, calls: Iterable[Call], begins: tuple[int, ...] = ()) -> Program:
         """Return the program of a rank that makes these calls; ``begins`` as of programs."""
-        program = Program(rank=rank, buffers=(), ops=())
-        program.calls, program.begins = tuple(calls), begins
+        program = Program.__new__(Program)
+        program.rank, program.calls, program.begins = rank, tuple(calls), begins
         return program
 
     @staticmethod
@@ -268,6 +268,7 @@ class Schedule:
         whole: Schedule | None = None,
         order: Sequence[int] = (),
         place: Sequence[int] = (),
+        finds_alike: bool = True,
     ) -> None:
         self.header = header
         self.replicated = replicated and header.mesh.dp > 1
@@ -281,14 +282,18 @@ class Schedule:
         self.order, self.place = order, place
         """The ranks of that, first those that this one has, and the number of each in that order."""
         self._build = build
+        self._finds_alike = finds_alike and self.whole is self
+        """Whether fragments of ranks that are alike are yet to be found; those of another schedule's are known."""
         self._programs: dict[int, Program] = {}
         self._fragments: dict[tuple[int, ...], list[Fragment]] = {}
         """Those of all programs, by their sizes and peers; of those that are alike the first."""
 
     def like(self, header: Header, build: Callable[[int], Program]) -> Schedule:
-        """Return another schedule of the same ranks, of which others may be left out as here."""
+        """Return another schedule, of fragments of this one, of the same ranks, of which others may be left out as
+        here.
+        """
         whole = None if self.whole is self else self.whole
-        return Schedule(header, build, whole=whole, order=self.order, place=self.place)
+        return Schedule(header, build, whole=whole, order=self.order, place=self.place, finds_alike=False)
 
     def role(self, rank: int) -> int:
         """Return which rank of the whole schedule's first replica has the place of a rank."""
@@ -318,10 +323,8 @@ class Schedule:
         return self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch))
 
     def _shared(self, program: Program) -> Program:
-        """Return a program on the ops and buffers of other ranks' fragments, where its own are alike. Some ranks of a
-        schedule have programs that are so already.
-        """
-        if self.whole is not self:
+        """Return a program on the ops and buffers of other ranks' fragments, where its own are alike."""
+        if not self._finds_alike:
             return program
         found: dict[Fragment, Fragment] = {}
         for call in program.calls:

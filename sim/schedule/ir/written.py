@@ -53,9 +53,9 @@ class Pieces:
 
 def _ports(calls: Sequence[Call]) -> Iterator[bytes]:
     yield b'],"inputs":['
-    yield from _listed(_items(call.ports(call.fragment.inputs)) for call in calls)
+    yield from _listed(_items(call.ports(call.fragment.inputs)) for call in calls if call.fragment.inputs)
     yield b'],"outputs":['
-    yield from _listed(_items(call.ports(call.fragment.outputs)) for call in calls)
+    yield from _listed(_items(call.ports(call.fragment.outputs)) for call in calls if call.fragment.outputs)
 
 
 def _listed(parts: Iterable[bytes]) -> Iterator[bytes]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import msgspec
@@ -77,6 +78,7 @@ class _Kind:
         return self._schedule.like(header, lambda rank: found.get(rank) or _idle(rank))
 
 
+@cache
 def _idle(rank: int) -> Program:
     return Program.of_calls(rank, [])
 
