@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.util
 import os
 import signal
@@ -39,8 +40,32 @@ hypothesis.settings.register_profile("longstep", derandomize=True, deadline=None
 hypothesis.settings.load_profile("longstep")
 
 
+# What is collected lives to the end: nobody looks for garbage while it grows, or among it later.
+gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 EXECUTING = {"experiments.evidence.executed.execution.execute"}
 """Doctests that start processes: they cannot say so themselves."""
+
+SEARCHING = {
+    "sim.compare.crossover.crossover",
+    "sim.compare.winners.winners",
+    "sim.explain.explain.explain",
+    "sim.explain.screen.Explanation",
+    "sim.plan.answer.Answer",
+    "sim.plan.plan.plan",
+    "sim.plan.reverse.cheapest",
+    "sim.plan.reverse.fewest_gpus",
+    "sim.plan.reverse.longest_context",
+}
+"""Doctests of what plays many configurations."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
@@ -48,6 +73,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name in EXECUTING:
             item.add_marker(pytest.mark.gloo)
+        if item.name in SEARCHING:
+            item.add_marker(pytest.mark.sweep)
 
 
 @pytest.fixture(autouse=True)

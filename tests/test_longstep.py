@@ -120,6 +120,7 @@ def test_wrong_types_are_input_errors() -> None:
         assert named in error.value.fields
 
 
+@pytest.mark.sweep
 def test_paths_clusters_and_numbers_of_numpy_are_taken(tmp_path: Path) -> None:
     wide = longstep.cluster("hgx-h100", nodes=np.int64(2))
     fields = {"model": "llama3-8b", "seq": "16K", "gpus": 16}
@@ -242,6 +243,7 @@ def test_the_wheel_works_in_an_environment_of_its_own(tmp_path: Path) -> None:
     assert "hgx-h100" in listed.stdout
 
 
+@pytest.mark.sweep
 def test_a_sweep_is_the_same_in_any_number_of_processes() -> None:
     """And each row is what a prediction of its own says, with the same noise; what cannot be played says why."""
     first = longstep.predict("zigzag", model="llama3-8b", seq="16K", cluster="hgx-h100", gpus=4, scope="attention")

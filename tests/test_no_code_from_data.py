@@ -353,7 +353,7 @@ PLACES: dict[str, str] = {
     "calibrate/published/reading.py:rows": OURS,
     "calibrate/published/streaming.py:_liger": OURS,
     "experiments/evidence/papers/cases.py:_alone": "cases, op alone",
-    "experiments/evidence/papers/cases.py:read_cases": "cases, group",
+    "experiments/evidence/papers/cases.py:written_cases": "cases, group",
     "experiments/evidence/papers/coverage.py": "step errors",
     "experiments/evidence/kept.py:kept_in": "record, notes",
     "experiments/evidence/kept.py:notes": "record, notes",

@@ -15,7 +15,7 @@ from sim.base.errors import InputError
 from sim.base.presets import load_toml
 from topology.fabric.direct import direct, direct_hops, direct_path
 from topology.fabric.fabrics import Edge, climbs, is_socket, rail_of, socket_of, structural_way
-from topology.fabric.resources import device_resources, equals, host_cxl, host_dram, resources
+from topology.fabric.resources import device_resources, equals, host_cxl, host_dram, of_first_node, resources
 from topology.fabric.switches import forwards, leaf, switched
 from topology.host import host_facts, with_facts
 from topology.named import HARDWARE, load_named
@@ -83,31 +83,79 @@ class Cluster:
         self.resources = resources(spec)
         self._equals = cache(self._find_equals)
         self._own = cache(self._find_own)
-        self._climbs = cache(partial(climbs, spec))
+        self._find_anew()
+        self._place(placement)
+
+    def _find_anew(self) -> None:
+        """Forget the ways between devices."""
+        self._climbs = cache(partial(climbs, self.spec))
         self._way = cache(self._find_way)
         self._host_way = cache(self._find_host_way)
         self._route = cache(self._find_route)
         self._paths = cache(self._find_paths)
         self._spread = cache(self._find_spread)
         self._hops_from = cache(self._find_hops_from)
+
+    def _place(self, placement: Sequence[int] | None) -> None:
+        """Let number i be the device ``placement[i]``; raises InputError where that is none of the machine's, or is
+        there twice.
+        """
         self._given = placement
-        total = spec.nodes * spec.gpus_per_node
+        total = self.spec.nodes * self.spec.gpus_per_node
         self._placement = range(total) if placement is None else placement
         if len(set(self._placement)) < len(self._placement) or not set(self._placement) <= set(range(total)):
             raise InputError(f"placement {placement}: expected different devices among 0 to {total - 1}")
         self.devices = [self._device(index) for index in self._placement]
 
+    def placed(self, placement: Sequence[int]) -> Cluster:
+        """Return the same machine with another placement; both share resources and routes."""
+        other = self._copied()
+        other._place(placement)  # noqa: SLF001 - a copy of its own, as below
+        return other
+
+    def _copied(self) -> Cluster:
+        """Return a copy without what was made of the machine when it was asked for."""
+        other = copy.copy(self)
+        for name in ("even", "graph"):
+            vars(other).pop(name, None)
+        return other
+
     def like(self, spec: ClusterSpec) -> Cluster:
         """Return another cluster with the same placement. Where only what its GPUs compute or launch is different, both
-        share their resources and routes.
+        share their resources and routes; where resources have other rates, and ways other latencies, their numbers.
         """
         here = self.spec.gpu
         gpu = structs.replace(spec.gpu, peak_flops_per_s=here.peak_flops_per_s, launch_s=here.launch_s)
-        if structs.replace(spec, gpu=gpu) != self.spec:
+        if structs.replace(spec, gpu=gpu) == self.spec:
+            other = copy.copy(self)
+            other.spec = spec
+            return other
+        changed = self._other_rates(spec)
+        if changed is None:
             return Cluster(spec, self._given)
-        other = copy.copy(self)
-        other.spec = spec
+        other = self._copied()
+        other.spec, other.resources = spec, self.resources.at_rates(changed)
+        other._find_anew()  # noqa: SLF001
         return other
+
+    def _other_rates(self, spec: ClusterSpec) -> dict[int, float] | None:
+        """Return the capacities of those of the resources that have others by a spec, by their numbers; None where it
+        has other devices or resources, or some are not as their equals in all nodes.
+        """
+
+        def devices(one: ClusterSpec) -> tuple[object, ...]:
+            return one.nodes, one.gpus_per_node, one.gpu.kind, one.gpu.sms, one.per_gpu
+
+        if devices(spec) != devices(self.spec) or spec.per_gpu or spec.fabric or self.spec.fabric:
+            return None
+        here, there = of_first_node(self.spec), of_first_node(spec)
+        if [one[:2] for one in here] != [one[:2] for one in there]:
+            return None
+        changed: dict[int, float] = {}
+        for one, other in zip(here, there, strict=True):
+            if one.capacity != other.capacity:
+                changed |= dict.fromkeys(self._equals(one.name), other.capacity)
+        return changed
 
     @cached_property
     def uneven(self) -> bool:
@@ -196,6 +244,14 @@ class Cluster:
                 f"cluster {self.spec.name!r} has no host memory: give it a table [socket] with its dram, or keep all "
                 f"buffers on the GPUs"
             )
+
+    def links_of(self, device: int) -> list[int]:
+        """Return the links on the ways of a device up to all that joins it to others, both directions; those of devices
+        that are alike in the same order.
+        """
+        node, place = divmod(self._placement[device], self.spec.gpus_per_node)
+        edges = (edge for climb in self._climbs(place) for edge in (*climb.up, *climb.down))
+        return [self._equals(one.name)[node] for edge in edges for one in edge.resources]
 
     def host_route(self, device: int, *, to_host: bool) -> Route:
         """Return the way between a device and the memory of its socket, one direction; raises InputError if the cluster

@@ -257,6 +257,14 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
         return (self.nic and self.nic.stripe) or max(1, self.nics_per_node // self.gpus_per_node)
 
     @property
+    def has_links_apart(self) -> bool:
+        """Whether the GPUs of a node, and their ways to all others, are alike, and no two share a link: each has its
+        own port to a switch that joins all, and its own NICs.
+        """
+        joined = self.nvlink is not None and self.bridged_gpus is None
+        return joined and (self.nodes == 1 or self.ports_per_node >= self.gpus_per_node)
+
+    @property
     def ports_per_node(self) -> int:
         """How many ports of the fabric a node has: NICs of one stripe are one."""
         return self.nics_per_node // self.nics_per_flow

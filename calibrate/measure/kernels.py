@@ -24,7 +24,16 @@ from runtime.execution.streams import Event, open_streams
 from runtime.execution.tensors import TORCH_DTYPE, Storage
 from runtime.processes.launch import Session
 from runtime.processes.rank import RankContext
-from sim.schedule.ir.ops import COMPUTE, Attend, AttendBackward, CrossEntropy, Embed, EmbedBackward, Gemm, Kernel
+from sim.schedule.ir.ops import (
+    COMPUTE,
+    Attend,
+    AttendBackward,
+    CrossEntropy,
+    Embed,
+    EmbedBackward,
+    Kernel,
+    ProductKernel,
+)
 from sim.schedule.ir.program import Program
 from sim.words.profile import Condition, Point, Sustained
 
@@ -225,7 +234,7 @@ class RepeatedKernel:
 def _num_sets(program: Program, op: Kernel) -> int:
     """Return how many sets of operands do not fit into the caches."""
     size = sum(buffer.nbytes for buffer in program.buffers)
-    kind = "compute" if isinstance(op, Attend | AttendBackward | Gemm) else "memory"
+    kind = "compute" if isinstance(op, Attend | AttendBackward | ProductKernel) else "memory"
     return min(max(_COLD_BYTES[kind] // size, 1), _MAX_SETS)
 
 

@@ -33,11 +33,11 @@ from sim.schedule.ir.ops import (
     AttendBackward,
     Collective,
     Exchange,
-    Gemm,
     HostAdamW,
     HostCopy,
     HostSync,
     Kernel,
+    ProductKernel,
 )
 from sim.schedule.proof.check import RankSchedule
 
@@ -62,7 +62,7 @@ class Executed(NamedTuple):
     (tables of rotations, what libraries keep); 0 on a CPU."""
 
 
-_SLOWED = (Attend, AttendBackward, Gemm)
+_SLOWED = (Attend, AttendBackward, ProductKernel)
 """Kernels that a slower clock makes slower; others wait for the memory."""
 
 

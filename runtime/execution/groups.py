@@ -51,31 +51,31 @@ class Groups:
         if group is None:
             return _alone(op, storage)
         if isinstance(op, Exchange):
-            sent = [(storage.read(message.view), message.peer) for message in op.sends]
-            received = [(storage.write(message.view), message.peer) for message in op.recvs]
+            sent = [(_given(storage, message.view), message.peer) for message in op.sends]
+            received = [(_taken(storage, message.view), message.peer) for message in op.recvs]
             calls = _messages(sent, received, group)
             if op.num_messages == 1:  # a call by itself, in a group of its two ranks where it has one
                 return lambda: [calls[0].op(calls[0].tensor, calls[0].peer, group)]
             return lambda: dist.batch_isend_irecv(calls) if calls else []
         if isinstance(op, AllToAll):
-            into, parts = _parts(op.recvs, storage.write), _parts(op.sends, storage.read)
+            into, parts = _parts(op.recvs, storage, _taken), _parts(op.sends, storage, _given)
             return lambda: _all_to_all(into, parts, group)
         if isinstance(op, AllGather):
-            given = storage.read(op.send).view(-1)
+            given = _given(storage, op.send)
             if op.recvs.sizes or (op.recvs.parts == 2 and _is_gloo(group)):  # gloo refuses sizes, and see _messages
-                into = _parts(op.recvs, storage.write)
+                into = _parts(op.recvs, storage, _taken)
                 return lambda: _all_to_all(into, [given] * len(into), group)
-            out = storage.write(op.recvs.view).view(-1)
+            out = _taken(storage, op.recvs.view)
             return lambda: [_all_gather(out, given, group=group, async_op=True)]
         if isinstance(op, ReduceScatter):
-            out = storage.write(op.recv).view(-1)
+            out = _taken(storage, op.recv)
             if op.sends.sizes:  # which neither gloo nor NCCL sums in one call
-                parts = _parts(op.sends, storage.read)
+                parts = _parts(op.sends, storage, _given)
                 return lambda: [_SumOfParts(out, parts, group)]
-            whole = storage.read(op.sends.view).view(-1)
+            whole = _given(storage, op.sends.view)
             return lambda: [_reduce_scatter(out, whole, group=group, async_op=True)]
         if isinstance(op, AllReduce):
-            both = storage.read(op.view)
+            both = _given(storage, op.view)
             by = dist.ReduceOp.MAX if op.largest else dist.ReduceOp.SUM
             return lambda: [dist.all_reduce(both, op=by, group=group, async_op=True)]
         if isinstance(op, Barrier):
@@ -83,10 +83,20 @@ class Groups:
         assert_never(op)
 
 
-def _parts(split: Split, take: Callable[[View], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _given(storage: Storage, view: View) -> torch.Tensor:
+    """Return what is sent of a view, as it lies in memory."""
+    return storage.flat(view, storage.read(view))
+
+
+def _taken(storage: Storage, view: View) -> torch.Tensor:
+    """Return where a view is received, as it lies in memory."""
+    return storage.flat(view, storage.write(view))
+
+
+def _parts(split: Split, storage: Storage, take: Callable[[Storage, View], torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the parts of a view as flat tensors of the one that ``take`` returns of it."""
     sizes = [math.prod(split.part(number).shape) for number in range(split.parts)]
-    return take(split.view).view(-1).split(sizes)
+    return take(storage, split.view).split(sizes)
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
@@ -125,7 +135,7 @@ def _alone(op: Exchange | Collective, storage: Storage) -> Callable[[], list[dis
     """Return what does a communication op in a group of one rank, which has no peer: at most a copy."""
     if isinstance(op, Exchange | AllReduce | Barrier):
         return list
-    target, source = storage.write(op.writes[0]).view(-1), storage.read(op.reads[0]).view(-1)
+    target, source = _taken(storage, op.writes[0]), _given(storage, op.reads[0])
 
     def copy() -> list[dist.Work]:
         target.copy_(source, non_blocking=True)

@@ -79,17 +79,25 @@ class Storage:
         if buffer.place == "host" and self.device.type == "cuda":
             return pinned(buffer)
         device = self.device if buffer.place == "hbm" else torch.device("cpu")
-        return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], device=device)
+        return in_order(buffer, torch.empty(shape_in_memory(buffer), dtype=TORCH_DTYPE[buffer.dtype], device=device))
 
     def put(self, view: View, value: torch.Tensor) -> None:
         """Store a kernel's result: adopted where it can be the buffer itself, else copied (and cast)."""
         buffer = self._buffers[view.buffer]
-        fits = value.dtype == TORCH_DTYPE[buffer.dtype] and value.is_contiguous() and value.device == self.device
+        fits = (
+            value.dtype == TORCH_DTYPE[buffer.dtype]
+            and in_order(buffer, value).is_contiguous()
+            and value.device == self.device
+        )
         if fits and view.slices == self._whole[view.buffer]:
             self.drop([view.buffer])
             self._take(view.buffer, value)
         else:
             self.write(view).copy_(value)
+
+    def flat(self, view: View, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what ``read`` or ``write`` has of a view, which lies in one piece, as the elements of that piece."""
+        return in_order(self._buffers[view.buffer], tensor).view(-1)
 
     def drop(self, buffers: Iterable[int], last: Callable[[int, torch.Tensor], None] = lambda *_: None) -> None:
         """Give buffers back; ``last`` is given each, and what it was."""
@@ -114,6 +122,16 @@ class Storage:
         return tensor[tuple(slice(start, stop) for start, stop in view.slices)]
 
 
+def in_order(buffer: Buffer, tensor: torch.Tensor) -> torch.Tensor:
+    """Return (B, S, ...) as (S, B, ...), or the other way, where a buffer has tokens first in memory."""
+    return tensor.transpose(0, 1) if buffer.token_major else tensor
+
+
+def shape_in_memory(buffer: Buffer) -> list[int]:
+    """Return the extents of a buffer in the order of memory."""
+    return [buffer.shape[dim] for dim in buffer.in_memory]
+
+
 def reserve(peak_bytes: int, ranks: int, device: torch.device) -> None:
     """Touch as much heap as a CPU process will come to need, which it then keeps (``launch``), so that no step pays.
 
@@ -129,7 +147,8 @@ def reserve(peak_bytes: int, ranks: int, device: torch.device) -> None:
 def pinned(buffer: Buffer) -> torch.Tensor:
     """Return pinned memory of the host for a buffer; raises InputError where the system gives none."""
     try:
-        return torch.empty(buffer.shape, dtype=TORCH_DTYPE[buffer.dtype], pin_memory=True)
+        made = torch.empty(shape_in_memory(buffer), dtype=TORCH_DTYPE[buffer.dtype], pin_memory=True)
+        return in_order(buffer, made)
     except RuntimeError as error:
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "no limit" if locked == resource.RLIM_INFINITY else f"a limit of {locked} bytes"

@@ -30,6 +30,7 @@ from sim.schedule.ir.ops import (
     AttendBackward,
     AttentionKernel,
     Hold,
+    JoinedGemm,
     Kernel,
     LinearKernel,
     Pack,
@@ -159,7 +160,7 @@ def _of_form(form: Form) -> _OfForm:
         op.part == "forward",
         op.stream in {OFFLOAD, FETCH},
         isinstance(op, Hold),
-        isinstance(op, AttentionKernel | LinearKernel | TokenKernel | TiledKernel | Pack | Accumulate),
+        isinstance(op, AttentionKernel | LinearKernel | TokenKernel | JoinedGemm | TiledKernel | Pack | Accumulate),
         [form.places[number] for number in adopted(op, program)],
     )
 

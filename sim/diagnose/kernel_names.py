@@ -58,6 +58,7 @@ _OPS: dict[str, WorkKind | None] = {
     "StateSum": "attention forward",  # of backward, too: names do not tell
     "StateProduct": "attention forward",
     "Gemm": "gemm",
+    "JoinedGemm": "gemm",
     "TiledMlp": "gemm",  # most of the loop; ``sim.diagnose.traced`` takes it apart beside a profiler's trace
     "TiledMlpBackward": "gemm",
     "AdamW": "optimiser",

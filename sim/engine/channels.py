@@ -117,10 +117,10 @@ def peer_of(spec: ClusterSpec, nodes: int, ranks: int) -> Peer | None:
 
 def held_by_messages(cluster: Cluster, group: tuple[int, ...], peers: int, nbytes: int) -> float:
     """Return the SMs that an Exchange holds within a communicator: with so many peers, its largest message of so many
-    bytes.
+    bytes; none with no peers, whose memory copy engines write.
     """
     spec, nodes = cluster.spec, nodes_of(cluster, group)
-    if spec.gpu.kind == "cpu":
+    if spec.gpu.kind == "cpu" or not peers:
         return 0.0
     every, peer = _communicator(spec, nodes, len(group)).channels, peer_of(spec, nodes, len(group))
     if peer is None:

@@ -17,13 +17,12 @@ from sim.diagnose.judge import Judge, play, quick
 from sim.diagnose.kernel_names import kind_of_op
 from sim.diagnose.measured import Measured, findings_of_figures
 from sim.engine.play.simulate import Simulation
-from sim.engine.results.report import floors
+from sim.engine.results.floors import floors
 from sim.engine.results.room import allocated, room_of
 from sim.explain.changes import changes
 from sim.explain.logs import Figure, Logged, read_log
 from sim.explain.screen import Explanation, Memory
 from sim.explain.weighed import Scale, longest_by_few, shortened, turns
-from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import record
@@ -73,8 +72,9 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     rows = found.rows(**given)
     predicted = _without_noise(shortened(setup).setups[-1]).predicted()
     step = _Step(setup, predicted)
-    allocator = allocated(predicted.played, predicted.cluster, setup.resolved().allocator)
-    room = room_of(predicted.checked.schedule.header, walks(predicted.played), predicted.cluster, allocator)
+    folded = predicted.simulation.fold
+    allocator = allocated(folded.checked, folded.cluster, setup.resolved().allocator)
+    room = room_of(predicted.checked.schedule.header, walks(folded.checked), folded.cluster, allocator)
     terms = {str(name): nbytes for name, nbytes in room.terms.items()}
     memory = Memory(terms, room.tightest, room.limits[0], room.fits)
     measured = _measured(logged, setup.resolved())
@@ -123,14 +123,14 @@ class _Step:
         self.predicted, few = predicted, shortened(setup)
         two, self.one_s, self.turn_s = _parts(predicted.simulation), 0.0, 0.0
         self.step_time_s, self.parts = predicted.step_time_s, two
-        self.floor_s = max(floors(predicted.played, predicted.cluster).values(), default=0.0)
+        self.floor_s = max(floors(predicted.simulation.fold).values(), default=0.0)
         self.times = 1.0
         """As much as a step of the micro-batches that were predicted has tokens."""
         if len(few.setups) == 1:
             return
         alone = quick(_without_noise(few.setups[0]).resolved())
         schedule = alone.built()
-        one = play(alone, Checked(schedule, folds=folds(schedule))).simulation
+        one = play(alone, Checked(schedule)).simulation
         self.one_s = one.trace.step_time_s
         if setup.resolved().mesh.pp == 1:
             self.turn_s = predicted.step_time_s - self.one_s

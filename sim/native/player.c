@@ -47,7 +47,9 @@ typedef struct {                                              /* what a schedule
 } Score;
 
 typedef struct {                                              /* what a machine makes of it */
-    i64 num_resources, num_activities, cuda, handoff;         /* handoff: an activity, or -1 */
+    i64 num_resources, num_activities, cuda, handoff, one_queue;
+                                                              /* handoff: an activity, or -1; one_queue: whether kernels
+                                                                 begin behind all communication issued before them */
     const f64 *capacity; const i32 *activities; const Phase *phases; const Demand *demands; const Device *devices;
     const i32 *op_activity, *transfer_activity, *group_activity;
     const f64 *hold, *transfer_threads, *group_threads, *issue_s, *stretch;
@@ -62,9 +64,9 @@ typedef struct {                                              /* what a machine 
 enum { ISSUE, ISSUED, DEPENDENCIES, HANDOFF, POST, GRANTED, WORKING, COMMUNICATING };
 
 typedef struct { i32 at, step, wait, next_waiting, next_queued; f64 asleep_s, issued_s; Worlds readies, dues; } StreamState;
-typedef struct { i32 after, first, last, missing, resumes; f64 since_s; Worlds sinces, grants, arrivals, ends; } OpState;
+typedef struct { i32 after, first, last, missing, resumes, launching; f64 since_s; Worlds sinces, grants, arrivals, ends; } OpState;
 /* after: the op that the host waited for last before this one; since_s: the time of issuing since then; first, last:
- * streams that wait for its end; missing: transfers to come; resumes: whether its stream waits for them; arrivals: the last of those that
+ * streams that wait for its end; launching: the stream whose kernel begins behind it; missing: transfers to come; resumes: whether its stream waits for them; arrivals: the last of those that
  * have come */
 typedef struct { i32 activity, phase, node, nodes, fills, mark, room, next_spare; i64 number, timer; f64 left_s, speed, last_s, found; Worlds lefts, speeds, lasts, founds, dues; } Running;
 typedef struct { i32 resource, user, before, after; f64 amount; const Worlds *amounts; } Node;
@@ -597,6 +599,18 @@ static void fetch(const State *s, i32 number) {
     __builtin_prefetch(&s->granted[number], 1);
 }
 
+/* Return the last communication, of what was issued since the kernel before a kernel, that has not its compute units yet;
+ * -1 where all has. */
+static i32 not_launched(State *s, i32 number, i32 first) {
+    for (i32 ahead = number - 1; ahead >= first && s->score->ops[ahead].kind != KERNEL; ahead--) {
+        i32 kind = s->score->ops[ahead].kind;
+        if (kind != EXCHANGE && kind != COLLECTIVE) continue;
+        if (s->granted[ahead] < 0) return ahead;
+        no_earlier(&s->nows, &s->ops[ahead].grants);
+    }
+    return -1;
+}
+
 static void resume(State *s, i32 n) {
     const Score *m = s->score;
     const Costs *c = s->costs;
@@ -653,8 +667,19 @@ static void resume(State *s, i32 n) {
             }
         /* fall through */
         case POST:
-            s->posted[number] = s->begun[number] = s->granted[number] = now;
+            if (c->one_queue && op->kind == KERNEL) {
+                i32 ahead = not_launched(s, number, m->programs[stream->rank].ops);
+                no_earlier(&s->nows, &x->readies);
+                if (ahead >= 0) {
+                    x->step = POST;
+                    x->readies = s->nows;
+                    s->ops[ahead].launching = n;
+                    return;
+                }
+            }
+            s->posted[number] = s->begun[number] = now;
             if (is_activity(op->kind)) {
+                s->granted[number] = now;
                 x->step = WORKING;
                 begin(s, n, c->op_activity[number]);
                 return;
@@ -668,6 +693,10 @@ static void resume(State *s, i32 n) {
             s->granted[number] = now;
             no_earlier(&s->nows, &x->readies);
             s->ops[number].grants = s->nows;
+            if (s->ops[number].launching >= 0) {
+                resume_soon(s, s->ops[number].launching, &s->nows);
+                s->ops[number].launching = -1;
+            }
             if (op->kind == EXCHANGE && exchange(s, number)) return;
             if (op->kind == COLLECTIVE) { collective(s, number); return; }
         /* fall through */
@@ -766,7 +795,7 @@ static void set_up(State *s) {
     i32 own = c->handoff >= 0 ? s->width[c->handoff] : 0;     /* of what streams run themselves */
     for (i64 i = 0; i < m->num_ops; i++) {
         s->posted[i] = s->begun[i] = s->ended[i] = s->granted[i] = -1.0;
-        s->ops[i].first = -1;
+        s->ops[i].first = s->ops[i].launching = -1;
         s->ops[i].missing = m->ops[i].transfers_end - m->ops[i].transfers;
         if (m->ops[i].kind < KERNEL || m->ops[i].kind > HOST_KERNEL) s->failed = UNKNOWN;
         if (is_activity(m->ops[i].kind) && s->width[c->op_activity[i]] > own) own = s->width[c->op_activity[i]];

@@ -8,13 +8,15 @@ That each further layer and micro-batch adds the same is what ``sim.plan.search.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from sim.base.errors import InputError
 from sim.engine.intervals.interval import Interval
 from sim.engine.results.room import Room
+from sim.engine.results.sensitivity import Bound
 from sim.plan.search.few import turns_of
-from sim.plan.search.steps import room_of_step, steps_of
+from sim.plan.search.steps import Steps, room_of_step, steps_of
 from sim.setup.answers.answer import (
     Grounds,
     as_html,
@@ -31,8 +33,9 @@ from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
 
 
-class Extended(NamedTuple):
-    """A step that was told by few of its layers and micro-batches, without noise between kernels; not proved whole.
+class Extended:
+    """A step that was told by few of its layers and micro-batches, without noise between kernels; not proved whole. The
+    step time is there at once, what takes more plays when it is asked for.
 
     >>> from sim.plan.extended import extended
     >>> few = extended(Setup(model="llama3-8b", cluster="hgx-h100", schedule="ulysses", seq="16K", scope="step"))
@@ -40,19 +43,70 @@ class Extended(NamedTuple):
     (True, 'compute', True)
     """
 
-    setup: Setup
-    step_time_s: float
-    interval: Interval | None
-    """Of 90 %; None where nothing is known of how far costs may be off."""
-    tokens_per_s_per_gpu: float
-    room: Room
-    """Its memory, of all layers and micro-batches."""
-    bound_by: str
-    saves: Mapping[str, float]
-    """By figure of the machine the share of the step that doubling it saves."""
-    played: str
-    """Of how many layers and micro-batches all is told."""
-    grounds: Grounds
+    def __init__(self, setup: Setup, steps: Steps) -> None:
+        self.setup = setup
+        self.steps = steps
+        """Its plays."""
+
+    def replace(self, **changes: Any) -> Extended:
+        """Return the step of a changed setup, as ``Setup.replace`` takes it. What the change leaves as it is, such as
+        the schedules on another machine, is not built again.
+
+        >>> few = extended(Setup(model="llama3-8b", cluster="hgx-h100", schedule="ulysses", seq="16K", scope="step"))
+        >>> few.replace(set={"cluster.nvlink.bytes_per_s": "*2"}).step_time_s < few.step_time_s
+        True
+        """
+        return extended(self.setup.replace(**changes), self)
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.steps.step_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Of all sequences, without padding."""
+        found = self.setup.resolved()
+        tokens = found.mesh.dp * found.workload.num_real_tokens
+        return tokens / self.step_time_s / found.mesh.size
+
+    @cached_property
+    def room(self) -> Room:
+        """Its memory, of all layers and micro-batches."""
+        return room_of_step(self.setup, self.steps.last)
+
+    @property
+    def interval(self) -> Interval | None:
+        """Of 90 %; None where nothing is known of how far costs may be off."""
+        return self._rests[0]
+
+    @property
+    def grounds(self) -> Grounds:
+        """What the step rests on."""
+        return self._rests[1]
+
+    @cached_property
+    def _rests(self) -> tuple[Interval | None, Grounds]:
+        return self.steps.rests
+
+    @property
+    def bound_by(self) -> str:
+        """The figure of the machine whose doubling saves most."""
+        return self._bound.by
+
+    @property
+    def saves(self) -> Mapping[str, float]:
+        """By figure of the machine the share of the step that doubling it saves."""
+        return self._bound.saves
+
+    @cached_property
+    def _bound(self) -> Bound:
+        return self.steps.bound
+
+    @property
+    def played(self) -> str:
+        """Of how many layers and micro-batches all is told."""
+        return _played(self.setup.resolved(), [one.resolved() for one in self.steps.setups])
 
     @property
     def fits(self) -> bool | None:
@@ -99,9 +153,10 @@ class Extended(NamedTuple):
         return as_html(self.answer, self.table._repr_html_(), self.rests_on)
 
 
-def extended(setup: Setup) -> Extended:
+def extended(setup: Setup, like: Extended | None = None) -> Extended:
     """Return a training step by plays of few of its layers and micro-batches. Raises InputError for other scopes, and
-    for ranks of one device.
+    for ranks of one device. What it has in common with one that is ``like`` it, such as its schedules, is not built
+    again.
 
     >>> few = extended(Setup(model="llama3-8b", cluster="hgx-h100", schedule="ulysses", seq="64K", scope="step"))
     >>> few.played
@@ -110,14 +165,20 @@ def extended(setup: Setup) -> Extended:
     if setup.scope != "step" or setup.one_device:
         what = "ranks share a device" if setup.one_device else f"scope is {setup.scope}"
         raise InputError(f"`extend` is of training steps whose ranks have GPUs of their own; {what}: set `scope` step")
-    found, steps = setup.resolved(), steps_of(setup)
-    within, grounds = steps.rests
-    bounded, room = steps.bound, room_of_step(setup, steps.last)
-    tokens = found.mesh.dp * found.workload.num_real_tokens
-    return Extended(
-        setup, steps.step_s, within, tokens / steps.step_s / found.mesh.size, room, bounded.by, bounded.saves,
-        _played(found, [one.resolved() for one in steps.setups]), grounds,
-    )  # fmt: skip
+    found = Extended(setup, steps_of(setup, like=like.steps if like else None))
+    if like and "room" in vars(like) and _has_room_of(setup.resolved(), like.setup.resolved()):
+        vars(found)["room"] = like.room
+    return found
+
+
+def _has_room_of(found: Configuration, other: Configuration) -> bool:
+    """Return whether a step takes the memory that another one does, of as much."""
+
+    def memories(one: Configuration) -> tuple[object, ...]:
+        spec = one.spec
+        return one.allocator, spec.hbm, spec.socket, spec.gpu.kind, spec.nodes, spec.gpus_per_node
+
+    return found.has_schedule_of(other) and memories(found) == memories(other)
 
 
 def _played(whole: Configuration, some: list[Configuration]) -> str:

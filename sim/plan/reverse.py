@@ -250,7 +250,7 @@ def cheapest(
     ``price`` is that of a GPU-hour, of the setup's cluster or of each of several. All of it is one search: what bounds
     prove dearer is not looked into. Raises InputError as ``plan`` does, and for a price that is none.
 
-    >>> tiny = Setup(model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="4K")
+    >>> tiny = Setup("ulysses", model="tiny", cluster="hgx-h100", gpus=2, layers=2, seq="4K")
     >>> cheapest(tiny, 2.5, options={"checkpoint": ["none"]}).best[0]["gpus"]
     1
     """

@@ -23,6 +23,7 @@ import msgspec
 
 from sim.base.errors import TooLargeError
 from sim.base.garbage import garbage_collection_off
+from sim.schedule.derive.roles import firsts, of_kinds
 from sim.schedule.ir.ops import Collective, Exchange
 from sim.schedule.methods.catalog import NAMED, Entry
 from sim.schedule.methods.hints import Hints
@@ -155,15 +156,15 @@ class Likeness(NamedTuple):
 
     replicated: bool
     """Whether one data-parallel replica is built, proved and played for all."""
-    shards_alike: bool
-    """Whether one is built, and there played, for all."""
+    replicas: int
+    """How many of them are built, and there played, for all."""
     trading: bool
     """Whether one of the ranks that trade heads is written for all, and all are proved as one."""
 
     def ranks(self, mesh: Mesh) -> tuple[int, int, int]:
         """Return how many programs differ in more than places, how many are proved, and how many are played."""
         one = mesh.size // mesh.dp
-        roles = one if self.replicated or self.shards_alike else mesh.size
+        roles = one * self.replicas
         return roles // (mesh.ulysses if self.trading else 1), one if self.replicated else mesh.size, roles
 
 
@@ -255,7 +256,7 @@ def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, Likeness]:
     groups = {one.name: len(one.groups[0]) for one in schedule.header.communicators if one.groups}
     members = sum(groups[op.communicator] for op in ops if isinstance(op, Collective))
     peers = {message.peer for op in ops if isinstance(op, Exchange) for message in op.sends}
-    likeness = Likeness(schedule.replicated, schedule.shards_alike, ends[0] == ends[1])
+    likeness = Likeness(schedule.replicated, len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1])
     return Counts(program.num_ops, len(ops), len(program.calls), members, len(peers)), likeness
 
 

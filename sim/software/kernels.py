@@ -69,8 +69,9 @@ def running(
     among tensor-parallel ranks. Raises InputError where there are no figures of them.
     """
     runs = runs_of(kernels)
+    one_queue = parallel and kernels.connections == 1
     if profile is None:
-        if runs or kernels.attention or kernels.issue or kernels.allocator or kernels.check_s:
+        if runs or kernels.attention or kernels.issue or kernels.allocator or kernels.check_s or one_queue:
             raise InputError(
                 "`software` names kernels, but at datasheet rates all kernels are alike; set `profile`, or leave it out"
             )
@@ -79,14 +80,14 @@ def running(
     found = attending(profile, attention, chip) if attention else profile
     eager = eager_of(found, kernels.issue, parallel=parallel)
     picks = kernels.torch if attention and kernels.attention == "sdpa" else ""
-    apart = picks, eager, kernels.allocator, kernels.check_s
+    apart = picks, eager, kernels.allocator, kernels.check_s, one_queue
     if not (runs or said or any(apart)):
         return found
     described, key = _described(found), (said, *apart, *runs.items())
     if key not in described:
         described[key] = msgspec.structs.replace(
             found, runs=found.runs | runs, software=said, attention=_as_picked(found.attention, picks), eager=eager,
-            allocator=kernels.allocator, check_s=kernels.check_s,
+            allocator=kernels.allocator, check_s=kernels.check_s, one_queue=one_queue,
         )  # fmt: skip
     return described[key]
 

@@ -6,7 +6,7 @@ A kernel of which it says nothing is the profile's, which is a fused one.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -49,6 +49,9 @@ class Kernels(_Data, frozen=True, kw_only=True):
     """The norm of all gradients, and what scales them down; by default that is in the optimiser's kernel."""
     issue: str = ""
     """Whose eager modules issue kernels, by ``issue.toml``. Empty: a kernel costs the host what it does by itself."""
+    connections: Literal[1] | None = None
+    """CUDA_DEVICE_MAX_CONNECTIONS of tensor-parallel runs, where that is 1: GPUs then begin with kernels of all streams
+    in the order in which the host issues them, so that one that sends does not wait behind the product beside it."""
     check_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 0.0
     """What hosts take before each collective for each rank that meets, in seconds, where they make sure that all call
     the same, as torch's ProcessGroupWrapper does with TORCH_DISTRIBUTED_DEBUG=DETAIL."""

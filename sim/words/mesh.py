@@ -7,7 +7,7 @@ which share a part of a sequence · tp parts of weights
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -94,6 +94,11 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the rank that has the same place in the first replica."""
         return rank - self.replica(rank) * self.replica_stride
 
+    def along(self, rank: int, axis: Axis, places: Iterable[int]) -> list[int]:
+        """Return the ranks that differ from one in their places along an axis only."""
+        first, stride = self.first(rank, axis), self._stride(axis)
+        return [first + place * stride for place in places]
+
     def first(self, rank: int, *axes: Axis) -> int:
         """Return the first of the ranks that differ from one in their places along these axes only."""
         place = self.place(rank)
@@ -102,14 +107,15 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def first_replica(self) -> list[int]:
         """The ranks of the first replica."""
-        return self.of_replicas([0])
+        return self.at({"dp": [0]})
 
-    def of_replicas(self, replicas: Iterable[int]) -> list[int]:
-        """Return the ranks of some replicas: stage by stage, where stages are outside replicas, as these are given."""
-        stride = self.replica_stride
-        starts = [replica * stride for replica in replicas]
-        outside = range(0, self.size, stride * self.dp)
-        return [first + start + role for first in outside for start in starts for role in range(stride)]
+    def at(self, places: Mapping[Axis, Sequence[int]]) -> list[int]:
+        """Return the ranks at some places along some axes, as these are given, and at all places along others."""
+        found = [0]
+        for axis, degree in self.degrees.items():
+            steps = [place * self._stride(axis) for place in places.get(axis, range(degree))]
+            found = [rank + step for rank in found for step in steps]
+        return found
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all ranks in groups that differ in these axes only; each in the order of ranks, as the groups are."""

@@ -19,7 +19,9 @@ IN_FP32: tuple[LossName, ...] = ("unfused", "subtracted")
 """Losses of a copy of the logits in the data type of sums, which becomes their gradient."""
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
-TensorOverlap = Literal["none", "gradients", "shards"]
+ProductsName = Literal["apart", "joined"]
+TensorOverlap = Literal["none", "gradients", "shards", "chunks"]
+MemoryOrder = Literal["bsh", "sbh"]
 OptimiserPlace = Literal["gpu", "host"]
 WeightsPlace = Literal["gpu", "host", "host-states"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -75,6 +77,11 @@ class LayerOptions:
     Hugging Face's LlamaRMSNorm and LlamaMLP run in turn (eager), of which backward keeps a copy of a norm's input in
     the data type of sums, what its weight multiplies, and the activated gate (transformers 4.57.6
     src/transformers/models/llama/modeling_llama.py)."""
+    products: ProductsName = "apart"
+    """Whether linear layers of one input (of q, k and v, and of an MLP's gate and up) are a product each, as those of
+    Hugging Face and torchtitan; or one for all, forward, backward and of weights' gradients, as Megatron-LM's
+    linear_qkv and linear_fc1 and nanotron's qkv_proj and gate_up_proj. Adapted ones are apart in any case, and all are
+    where attention projects part by part."""
     tp_overlap: TensorOverlap = "none"
     """What of tensor parallelism is sent beside products. none: nothing but the sum of an input's gradient, beside the
     last of its products for a weight's. gradients: backward of products by columns of weights, the input is gathered
@@ -83,12 +90,22 @@ class LayerOptions:
     where products of one input are one. shards: that, and products of gathered tokens begin with the rank's own and go
     on with those before and those behind: forward by columns (nanotron 0.4 parallel/tensor_parallel/functional.py,
     _ColumnLinearAsyncCommunication), and backward by rows, as later versions have it, from memory: 0.4 gathers there
-    what other ranks make by their own rows, which is no gradient. What attention projects part by part, MLPs in tiles
-    and a loss in chunks are as with none."""
+    what other ranks make by their own rows, which is no gradient. chunks: gradients, and in place of what shards have
+    products of gathered tokens take those of one member at a time, which copy engines hand on around the group beside
+    them; and products by rows forward take those of one member at a time, each of which is sent there beside the next,
+    and summed up there (userbuffers of TransformerEngine, common/comm_gemm_overlap/comm_gemm_overlap.cpp,
+    split_overlap_ag and split_overlap_rs of CommOverlapP2PBase; torch's distributed/_symmetric_memory,
+    _pipelined_all_gather_and_consume and _pipelined_produce_and_all2all: from memory). Inside a node alone, and not of
+    the head. What attention projects part by part, MLPs in tiles and a loss in chunks are as with none."""
     tp_sequence: bool = True
     """Whether ranks that have shares of weights have some of their group's tokens each between products of these
     (sequence parallelism, arXiv:2205.05198 §4.2.2); else all have all of them there and compute the same, and what they
     sum up is summed up on all (arXiv:1909.08053 §3)."""
+    memory_order: MemoryOrder = "bsh"
+    """Of several sequences at a time that such ranks have: whether between attention one sequence lies behind the other
+    (bsh), so that gathered tokens, and those to be scattered, are copied; or in each token all sequences lie together
+    (sbh), as in Megatron-LM and nanotron, so that a part of the tokens is a part of memory. Attention takes one
+    sequence behind the other in any case."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -213,16 +230,16 @@ class LayerOptions:
         return found
 
 
-OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True}
+OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "memory_order": "bsh"}
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
-          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused",
+          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused", "products": "apart",
           "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
-OF_LAYERS = ("modules", *OF_GROUPS)
+OF_LAYERS = ("modules", "products", *OF_GROUPS)
 """What attention alone has nothing of."""
 
 OF_STEPS = (

@@ -284,6 +284,9 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     that is not named; ``call``: a send or receive by itself; ``exchange``: a grouped call, ``message``: each in it."""
     eager: Eager | None = None
     """Of the modules that software runs (``sim.software.issue``); None: they cost no more than their kernels."""
+    one_queue: bool = False
+    """Whether GPUs begin with kernels of all streams in the order in which the host issues them, as with
+    CUDA_DEVICE_MAX_CONNECTIONS=1."""
     check_s: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] = 0.0
     """What hosts take before each collective for each rank that meets (``sim.software.software``)."""
     host: Spread | None = None

@@ -117,6 +117,7 @@ SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB
 STEPS = st.lists(st.tuples(st.sampled_from(("take", "take", "give", "wait", "pass")), SIZES), max_size=60)
 
 
+@pytest.mark.sweep
 @given(st.sampled_from(NAMES), STEPS, st.sampled_from((None, 300 * MIB)))
 def test_what_is_taken_lies_apart_in_what_is_reserved(
     name: AllocatorName, steps: list[tuple[str, int]], limit: int | None

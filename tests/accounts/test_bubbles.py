@@ -57,6 +57,7 @@ def test_of_waits_for_a_ring_none_are_bubbles() -> None:
     assert np.all(bubbles[[0, 2]] < 0.99 * all_s[[0, 2]])
 
 
+@pytest.mark.sweep
 def test_more_micro_batches_have_less_of_them_and_zero_bubble_less_than_1f1b() -> None:
     """(p - 1) / (m + p - 1) of equal stages (arXiv:2104.04473 §2.2); here the last one has the head, too."""
 

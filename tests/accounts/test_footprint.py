@@ -55,6 +55,7 @@ def test_model_states(stage: int, reduce: str, whole: int, sharded: int) -> None
     assert held["communication"] == held["saved activations"] == held["attention"] == 0
 
 
+@pytest.mark.sweep
 def test_model_states_in_the_models_type_and_on_the_host() -> None:
     """8 bytes a parameter, and 18, of which 2 are on the GPU, when the CPU begins to update."""
     weights = sum(math.prod(unit.flat.shape(MODEL)) for unit in units(workload()))
@@ -100,6 +101,7 @@ def test_saved_activations_on_the_host(activations: str, layers: int) -> None:
     assert walks(checked)[0].host_peak_bytes == said * layers // 3
 
 
+@pytest.mark.sweep
 def test_micro_batches() -> None:
     """Layers leave what one of them leaves; when all gradients are there, these are held once."""
     one, four = (make_step("zigzag", 4, workload(batch=count), micro_batches=count) for count in (1, 4))
@@ -115,6 +117,7 @@ def test_no_formula_where_layers_leave_more() -> None:
     assert footprint(make_step("ring", 2, workload(), checkpoint="none").schedule.header).saved_bytes is None
 
 
+@pytest.mark.sweep
 def test_a_rotary_table_of_all_positions_stays_on_the_gpu() -> None:
     """Half as many complex numbers as a head has features, for each position; as long as the step lasts."""
     without, table = (make_step("zigzag", 4, workload(), **options) for options in ({}, {"rotary_table": True}))

@@ -165,6 +165,7 @@ def test_columns_say_what_a_pass_over_the_ops_says(name: str) -> None:
                 same_as_by_the_op(program, dependencies)
 
 
+@pytest.mark.sweep
 @given(st.lists(st.tuples(st.sampled_from(("copy", "a", "b", "sync")), st.integers(0, 5), st.integers(0, 5))))
 def test_so_they_do_of_random_programs(steps: list[tuple[str, int, int]]) -> None:
     b = ProgramBuilder(0, Workload(model=make_model(4, 4, head_dim=8), seq=8))

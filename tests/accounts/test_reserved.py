@@ -84,10 +84,12 @@ def test_moments_are_made_in_what_the_first_passes_leave_free() -> None:
     assert one < two <= one + moments + 64 * MIB
 
 
+@pytest.mark.sweep
 def test_it_is_told_by_stage_and_decides_what_fits() -> None:
     """By capacity: surely, not sure, and surely not."""
     setup = step(gpus=4, tp_degree=2, pp_degree=2, batch=4, set=("schedule.micro_batches=4",))
-    found = setup.predicted().report
+    predicted = setup.predicted()
+    found = predicted.report
     assert isinstance(found.peak_reserved, Reserved)
     assert [stage.peak_reserved for stage in found.stages].count(found.peak_reserved) == 1
     assert all(
@@ -108,11 +110,12 @@ def test_it_is_told_by_stage_and_decides_what_fits() -> None:
         (limit.held_bytes + beside + within - 1, None),
         (least + beside - within - 64 * MIB, False),
     ):
-        assert setup.replace(set={"cluster.hbm.capacity_bytes": capacity}).predicted().fits is fits
-    others = setup.replace(software=None).predicted().report
+        assert predicted.replace(set={"cluster.hbm.capacity_bytes": capacity}).fits is fits
+    others = step(gpus=4, tp_degree=2, pp_degree=2, software=None).predicted().report
     assert (others.peak_reserved, others.stages[0].peak_reserved) == (None, None)
 
 
+@pytest.mark.sweep
 def test_it_can_be_named_and_is_of_gpus() -> None:
     for name in ("caching", "expandable"):
         report = step(gpus=1, software=None, set={"software.allocator": name}).predicted().report

@@ -87,6 +87,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return trace_of(rows)
 
 
+@pytest.mark.sweep
 @given(traces())
 def test_the_parts_sum_to_the_step(found: Trace) -> None:
     for rank in range(found.num_ranks):
@@ -95,6 +96,7 @@ def test_the_parts_sum_to_the_step(found: Trace) -> None:
         assert all(parts[name] >= 0 for name in PARTS)
 
 
+@pytest.mark.sweep
 @given(traces())
 def test_columns_say_what_a_walk_from_edge_to_edge_says(found: Trace) -> None:
     same_as_walked(found)

@@ -123,6 +123,7 @@ def test_a_heavy_one_in_the_middle_stalls_the_pipe_and_equal_ones_do_not() -> No
     assert 0.05 < stalled.report.uneven < sum(bubbles) / len(bubbles)
 
 
+@pytest.mark.sweep
 def test_others_have_none() -> None:
     for p in (played((ALIKE,) * 2, pp_degree=1), played((1024, 1024), batch=4, pp_degree=2)):  # type: ignore[arg-type]
         assert p.report.uneven is UNSET

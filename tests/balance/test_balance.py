@@ -56,6 +56,7 @@ def test_a_launch_on_many_blocks_is_as_long_as_all_their_tiles() -> None:
     assert seconds(attention, (64, 64, 0), backward=False) == 0
 
 
+@pytest.mark.sweep
 def test_one_long_document_and_the_rank_that_has_its_end() -> None:
     """Of 4 ranks with a quarter each of one document the last attends 7 of 16 parts of the pairs, 1.75 times the mean.
     Zigzag levels it; of two documents of half the length a zigzag of the whole is as good.
@@ -129,6 +130,7 @@ def test_a_planner_that_refuses_a_batch_leaves_the_others() -> None:
     assert not of_planner(found, "groups")["error"]
 
 
+@pytest.mark.sweep
 def test_a_document_longer_than_all_memory() -> None:
     """A billion tokens are balanced as few are; nobody has to hold them."""
     others = [name for name in PLANNERS if name != "dcp"]
@@ -159,6 +161,7 @@ def test_other_masks_are_counted_by_every_planner_that_takes_them() -> None:
         assert not refusing or "one band each" in of_planner(found, "wlb-llm")["error"]
 
 
+@pytest.mark.sweep
 def test_kernels_of_other_masks_take_as_long_as_those_of_the_schedule() -> None:
     """Forward and backward, within what the tile model cannot tell of a mask."""
     for gpus, mask, documents in ((1, "full", [16384]), (8, "window:1K", [65536]), (8, "window:512", [49152, 16384])):

@@ -145,6 +145,7 @@ def test_measured_host_copies_are_what_copies_take() -> None:
         assert sum(phase.seconds for phase in activity) == pytest.approx(factor * 2**30 / 50e9)
 
 
+@pytest.mark.sweep
 def test_blocks_of_rings_are_timed_too() -> None:
     """Half as many keys as queries, and the other way about, forward and backward, up to 16K and 32K."""
     uses = {case.use for case in kernel_cases(load_model("llama3-8b"), "bf16", FULL_GPU)}
@@ -200,6 +201,7 @@ def test_its_attention_follows_a_tile_model() -> None:
     assert predicted(2**16) == pytest.approx(4 * predicted(2**15), rel=0.05)
 
 
+@pytest.mark.sweep
 def test_it_covers_what_layers_of_llama_run() -> None:
     """Attention of all heads and of those of two, four and eight ranks; what fits into a GPU's memory."""
     model = load_model("llama3-8b")

@@ -227,6 +227,7 @@ def test_a_local_cluster_of_dask() -> None:
     assert found.rows == longstep.explore(H100, {"seq": "32K,64K"}, jobs=1).rows
 
 
+@pytest.mark.sweep
 def test_a_cluster_that_does_not_answer() -> None:
     pytest.importorskip("distributed")
     with pytest.raises(InputError, match="no scheduler answers"):

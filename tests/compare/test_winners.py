@@ -11,6 +11,7 @@ from sim.base.errors import InputError
 LAYER = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", layers=1, gpus=2, jitter=0.0)
 
 
+@pytest.mark.sweep
 def test_each_place_has_the_fastest_and_the_one_behind_it() -> None:
     names = ["ring", "zigzag", "striped"]
     found = longstep.winners(LAYER, {"schedule": names}, {"seq": "32K,64K"}, jobs=1)
@@ -23,6 +24,7 @@ def test_each_place_has_the_fastest_and_the_one_behind_it() -> None:
         assert row["why"].startswith(f"{second} takes {100 * (row['ratio'] - 1):.2g} % longer, bound by ")
 
 
+@pytest.mark.sweep
 def test_what_cannot_be_built_or_does_not_fit_has_lost() -> None:
     (alone,) = longstep.winners(LAYER.replace(gpus=3), {"schedule": ["ulysses", "ring"]}, {"seq": "48K"}, jobs=1)
     assert (alone["winner"], alone["behind"]) == ("ring", None)

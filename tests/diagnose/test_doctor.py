@@ -33,6 +33,7 @@ def consistent(setup: Setup, run: Measured) -> list[str]:
     return [cause.name for cause in longstep.doctor(setup, run).consistent]
 
 
+@pytest.mark.sweep
 def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
     found = longstep.doctor(STEP, measured(STEP))
     assert found.verdict == "healthy"
@@ -82,7 +83,13 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
             "too slow",
             marks=pytest.mark.slow,
         ),
-        (IN_STAGES, {"set": {"schedule.micro_batches": 1}}, "unfilled-pipeline-1", "too slow"),
+        pytest.param(
+            IN_STAGES,
+            {"set": {"schedule.micro_batches": 1}},
+            "unfilled-pipeline-1",
+            "too slow",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             IN_STAGES.replace(seq="8K", batch=8, set={"schedule.micro_batches": 8}),
             {"set": {"schedule.pipeline_schedule": "gpipe"}},
@@ -151,8 +158,9 @@ def test_slower_attention_kernels_are_a_hypothesis() -> None:
 
 
 @pytest.mark.sweep
-def test_an_mfu_alone_tells_a_time() -> None:
-    """As the field counts it; above the peak it is impossible by itself."""
+def test_an_mfu_alone_tells_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the field counts it; above the peak it is impossible by itself, whatever hypotheses there are."""
+    monkeypatch.setattr("sim.diagnose.doctor.PROGRAMS", [one for one in PROGRAMS if one.name == "full-mask"])
     found = STEP.predicted()
     assert found.figures.mfu
     said = longstep.doctor(STEP, Measured(mfu=found.figures.mfu))
@@ -204,6 +212,7 @@ def test_ranks_that_differ_are_told_where_the_step_is_healthy() -> None:
     assert "contiguous" in [cause.name for cause in found.causes]
 
 
+@pytest.mark.sweep
 def test_figures_that_contradict_each_other_are_said_with_the_way_of_counting_that_explains_them() -> None:
     found = ATTENTION.predicted()
     of_gpu = 256 * 1024 / found.step_time_s / 8

@@ -136,6 +136,7 @@ def test_steps_of_gpus_are_summed_by_kind_and_rank(tmp_path: Path) -> None:
     assert "gemm: 0.1 s a step in the trace, 0 s simulated: the configuration has none" in told
 
 
+@pytest.mark.sweep
 def test_the_doctor_takes_step_and_ranks_from_traces(tmp_path: Path) -> None:
     """Rank 1 computes at 0.4 of its rate in a simulated run, written as Longstep writes traces: no figure is given."""
     slow = SETUP.replace(set={"cluster.gpu[1].speed": 0.4}).predicted()

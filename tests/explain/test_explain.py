@@ -61,6 +61,7 @@ def test_a_change_says_what_the_framework_reads(files: tuple[str, ...], tmp_path
         assert one.setup.resolved() != base.resolved()
 
 
+@pytest.mark.sweep
 def test_changes_are_keys_of_the_framework_first_and_each_is_there_once() -> None:
     found = [*changes(imported(TORCHTITAN))]
     by = [one.by for one in found]
@@ -99,7 +100,7 @@ def test_many_micro_batches_take_what_all_of_them_do(plain: Explanation) -> None
     assert plain._repr_html_().startswith("<p><b>Predicted ")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_pipeline_takes_what_all_of_its_micro_batches_do() -> None:
     """By as many of them as fill its stages and one more; so does each change."""
     stages = {**SMALL, "gpus": 4, "dp_degree": 1, "pp_degree": 2, "layers": 12, "accumulate": 8}

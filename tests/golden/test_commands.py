@@ -58,6 +58,7 @@ def test_commands_can_be_copied(page: Path) -> None:
         assert not re.search(r"\b(?:FILE|NAME|HOST|DIR|FOLDER)\b|<|…", command.text), command.text
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("page", COPIED, ids=named)
 def test_no_toy_is_played_where_the_text_speaks_of_a_model(page: Path) -> None:
     for command in copied(page):

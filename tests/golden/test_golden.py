@@ -21,6 +21,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.out")))
 def test_examples_print_what_they_printed(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -48,6 +49,7 @@ def own_schedule(folder: Path, text: str = (FOLDER / "my_module.py").read_text()
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("scope", "passes"), [("attention", "both"), ("attention", "backward"), ("layer", "both")])
 @pytest.mark.parametrize(
     ("dtype", "factor"), [("fp32", 1), pytest.param("bf16", 3, marks=pytest.mark.sweep)]

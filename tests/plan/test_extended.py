@@ -12,6 +12,8 @@ from experiments.verbs.cli import main
 from longstep import Setup
 from sim.base.errors import InputError
 from sim.plan.extended import extended
+from sim.schedule.ir.program import Schedule
+from sim.setup.configuration import Configuration
 from tests.helpers import slow_but
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -35,6 +37,7 @@ def setup_of(name: str) -> Setup:
     return Setup(**given, set={"schedule.micro_batches": str(micro_batches)}, yes=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"layers", "an allocator that is named"}, STEPS))
 def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     setup = setup_of(name)
@@ -48,6 +51,7 @@ def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     assert few.played.startswith("told by ")
 
 
+@pytest.mark.sweep
 def test_unlike_micro_batches_are_all_played() -> None:
     """None adds what another one does; their layers are few all the same."""
     documents = tuple([(8192 - 256 * number, 256 * number) if number else (8192,) for number in range(8)])
@@ -57,6 +61,25 @@ def test_unlike_micro_batches_are_all_played() -> None:
     assert few.played == "told by 8 and 10 of 32 layers"
     assert few.step_time_s == pytest.approx(whole.step_time_s, rel=1e-3)
     assert few.answer.partition(" (")[2].partition("), ")[2] == whole.answer.partition(" (")[2].partition("), ")[2]
+
+
+@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+def test_another_machine_is_played_on_schedules_that_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all figures of a step that was built anew."""
+    setup, changes = setup_of(name), {"cluster.nvlink.bytes_per_s": "*2", "cluster.gpu.launch_s": "*3"}
+    faster = setup.replace(set={**dict(setup.set), **changes})
+    anew, few = extended(faster).to_dict(), extended(setup)
+    assert few.fits
+
+    def built(_: Configuration, *__: Any, **___: Any) -> Schedule:
+        raise AssertionError
+
+    monkeypatch.setattr(Configuration, "built", built)
+    found = few.replace(set=faster.set)
+    assert found.to_dict() == anew
+    assert found.step_time_s < few.step_time_s
+    with pytest.raises(AssertionError):
+        few.replace(seq="128K")
 
 
 def test_what_is_small_is_played_whole() -> None:
@@ -76,6 +99,7 @@ LARGE = (
 SMALL = "simulate --schedule ulysses --layers 8 --seq 16K --scope step --json --extend"
 
 
+@pytest.mark.sweep
 def test_the_command_offers_it_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(LARGE.split())

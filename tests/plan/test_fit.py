@@ -41,6 +41,7 @@ def test_lengths_of_stages_are_of_the_ranks_that_share_them() -> None:
     assert using(stages, {"schedule": "single"}).resolved().mesh.degrees["dp"] == 2
 
 
+@pytest.mark.sweep
 def test_the_longest_context_has_ends() -> None:
     assert longest(with_memory(0.1, schedule="zigzag"), 2**24) == 0
     assert longest(with_memory(1000, schedule="zigzag"), 2**16) == 2**16
@@ -110,6 +111,7 @@ def test_cells_say_seconds_or_why_not() -> None:
         longstep.fit(ON_TWO, ["rings"], ["32K"])
 
 
+@pytest.mark.sweep
 def test_what_is_set_comes_before_a_stack() -> None:
     """Whose other options stay."""
     setup = with_memory(4, gpus=None).replace(set={"schedule.mlp": "mini", "cluster.gpus_per_node": 2})
@@ -119,6 +121,7 @@ def test_what_is_set_comes_before_a_stack() -> None:
     assert meant.checked.schedule.header.options["optimiser"] == "host"
 
 
+@pytest.mark.sweep
 def test_techniques_that_a_model_does_not_take_are_left_out() -> None:
     """No MLP with adapters is tiled, so none is tried where something does not fit."""
     frozen = ON_TWO.replace(set={"model.lora_rank": 8})

@@ -107,6 +107,7 @@ def test_a_plan_with_so_much_more_memory_takes_what_was_said() -> None:
     assert planned_s(row["more_bytes"] - 2**20) > row["more_step_time_s"]
 
 
+@pytest.mark.sweep
 def test_where_nothing_fits_it_is_told_what_is_missing_least() -> None:
     step = SMALL.replace(schedule="ulysses", gpus=2, seq="256K", set={HBM: int(4e9)})
     row = memory_prices(step, options=FEW)[0]

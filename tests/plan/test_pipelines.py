@@ -69,7 +69,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_tier(["1f1b"], ["zb-h1", "sharded", "few"], OPTIONS))
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", by_tier(["few"], ["1f1b", "sharded"], OPTIONS))
 def test_few_layers_and_micro_batches_say_what_many_take(name: str) -> None:
     """Seconds within 1e-4, memory to the byte, and no bound is above either."""
     setup = make_step(**OPTIONS[name])
@@ -177,6 +178,7 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("layers", [8, pytest.param(24, marks=pytest.mark.slow)])
 def test_ranks_of_one_stage_say_what_those_of_several_are_not_below(layers: int) -> None:
     """Their kernels, and of those of layers what bubbles add at least."""

@@ -78,6 +78,7 @@ def require_same_as_by_trying(seed: int) -> None:
     assert found.slack == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(1))
 def test_plans_are_those_of_trying_everything(seed: int) -> None:
     """In small spaces of random schedules, lengths and memories."""
@@ -91,6 +92,7 @@ def test_many_plans_are_those_of_trying_everything(seed: int) -> None:
     require_same_as_by_trying(seed)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("global_batch", [4, pytest.param("64K", marks=pytest.mark.slow)])
 def test_a_plan_keeps_the_global_batch(global_batch: int | str) -> None:
     """Replicas share it, in micro-batches of one sequence: all numbers of these are tried, of which bounds play few."""
@@ -107,6 +109,7 @@ def test_a_plan_keeps_the_global_batch(global_batch: int | str) -> None:
     assert {row["schedule"] for row in only.best} == {"ulysses (2 replicas)"}
 
 
+@pytest.mark.sweep
 def test_a_global_batch_that_no_replicas_share_is_refused() -> None:
     """Where degrees leave no others; where all are refused since one sequence takes all GPUs it is said."""
     setup = SMALL.replace(schedule="ulysses", ulysses_degree=2, pp_degree=1, global_batch=3)
@@ -247,6 +250,7 @@ def test_further_layers_add_what_the_last_one_did(options: dict[str, str]) -> No
             assert least.held_bytes <= limit.held_bytes, schedule
 
 
+@pytest.mark.sweep
 def test_where_nothing_fits_the_smallest_shortage_is_told() -> None:
     """With so much more memory it fits."""
     tight = SMALL.replace(schedule="ulysses", ulysses_degree=4, set={"cluster.hbm.capacity_bytes": 4e9})

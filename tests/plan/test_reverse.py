@@ -152,6 +152,7 @@ def test_what_no_one_would_run_is_said_to_be_that() -> None:
     assert tight["unusual"].startswith("it pins")
 
 
+@pytest.mark.sweep
 def test_bad_questions_are_refused() -> None:
     """With what is allowed."""
     with pytest.raises(InputError, match="`step_time` -1"):

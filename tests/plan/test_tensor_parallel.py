@@ -28,12 +28,14 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", by_tier(["ring"], [], SPLITS))
 def test_no_bound_of_shares_is_above_a_simulation(name: str) -> None:
     """Of branches and leaves, in time and memory."""
     assert require_bounds(SMALL.replace(**SPLITS[name]), FEW) >= 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", by_tier(["stages"], ["Ulysses"], ["stages", "Ulysses", "alone"]))
 def test_few_layers_of_shares_say_what_many_take(name: str) -> None:
     """Seconds within 1e-4, memory to the byte."""
@@ -79,6 +81,7 @@ def test_shares_are_tried_where_gpus_have_few_tokens_or_one_asks() -> None:
     assert {one.setup.resolved().mesh.size for one in asked} == {8}
 
 
+@pytest.mark.sweep
 def test_shares_win_where_gpus_have_few_tokens() -> None:
     """As ``FEW_TOKENS`` says, of a Llama-3-8B step of one sequence on eight H100."""
     step = Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus=8, jitter=0.0, set={"schedule.loss": "chunked"})
@@ -105,6 +108,7 @@ def test_degrees_that_are_none_are_refused() -> None:
         longstep.longest_context(SMALL.replace(tp_degree=2), until=1000, jobs=1)
 
 
+@pytest.mark.sweep
 def test_fewer_gpus_are_whole_groups() -> None:
     """And what would make a step fit keeps the degree."""
     found = longstep.fewest_gpus(

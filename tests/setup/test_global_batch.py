@@ -83,6 +83,7 @@ def test_what_does_not_divide_is_refused_with_what_does(fields: dict[str, object
         STEP.replace(**fields).resolved()
 
 
+@pytest.mark.sweep
 def test_it_is_what_is_spelled_out_to_the_digit() -> None:
     """Time, memory, tokens a second and the sentence; micro-batches that are set stay."""
     short = STEP.replace(gpus=4, ulysses_degree=2, global_batch="24K")
@@ -99,6 +100,7 @@ def test_it_is_what_is_spelled_out_to_the_digit() -> None:
     assert one.replace(global_batch=2).step_time_s < one.step_time_s
 
 
+@pytest.mark.sweep
 def test_it_stays_where_gpus_lengths_and_schedules_are_varied() -> None:
     """In a sweep as an axis, in winners and in fit: rows of what does not divide say why."""
     base = STEP.replace(seeds=1)

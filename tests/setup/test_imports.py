@@ -106,7 +106,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 """Files, what is typed beside them, and what to predict."""
 REFUSED = {
-    "torchtitan-llama3-405b.toml": {"parallelism.enable_async_tensor_parallel", "model.converters"},
+    "torchtitan-llama3-405b.toml": {"model.converters"},
     "megatron-arguments.txt": {"recompute_granularity"},
     "deepspeed-zeropp.json": {
         "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_weights",
@@ -120,7 +120,7 @@ REFUSED = {
     "peft-dora.json": {"bias", "lora_dropout", "modules_to_save", "rank_pattern.q_proj", "use_dora"},
     "llama-factory-qlora.yaml": {"quantization_bit", "lora_dropout"},
     "ms-swift-megatron.yaml": {"expert_model_parallel_size"},
-    "megatron-bridge-70b.yaml": {"comm_overlap.tp_comm_overlap", "mixed_precision"},
+    "megatron-bridge-70b.yaml": {"mixed_precision"},
 }  # fmt: skip
 """Files, and the keys that are not sayable where model and length are given."""
 
@@ -287,6 +287,7 @@ def test_a_key_means_what_it_says(name: str, tmp_path: Path) -> None:
     found.resolved()
 
 
+@pytest.mark.sweep
 def test_a_global_batch_that_is_typed_is_shared_as_files_say() -> None:
     """In as many sequences at once as a file has; its turns follow."""
     found = imported(FILES / "torchtitan-llama3-8b.toml")  # one replica of 8, of 128K
@@ -562,24 +563,27 @@ def test_import_prints_keys_and_refuses_what_is_not_sayable(capsys: pytest.Captu
 
 @pytest.mark.sweep
 def test_verbs_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    file, small = FILES / "torchtitan-llama3-8b.toml", ["--model", "tiny", "--layers", "1", "--seq", "8K"]
-    given = ["--from", str(file), *small]
+    file = FILES / "torchtitan-llama3-8b.toml"
+    small: dict[str, Any] = {"model": "tiny", "layers": 1, "seq": "8K", "gpus": 2, "ring_degree": 2}
+    setup = imported(file).setup(**small)
+    typed = [word for name, value in small.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = ["--from", str(file), *typed]
     main(["simulate", *given, "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert found["step_time_s"] == imported(file).setup(model="tiny", layers=1, seq="8K").predicted().step_time_s
+    assert found["step_time_s"] == setup.predicted().step_time_s
     main(["simulate", *given, "--schedule", "ring,allgather"])
     told = capsys.readouterr().out
     assert "12 taken, 21 ignored, 0 not sayable" in told
     assert re.search(r"allgather .*\n│ ring", told)
     main(["fit", *given])
-    assert "│ zigzag R 8 │" in capsys.readouterr().out
+    assert "│ zigzag R 2 │" in capsys.readouterr().out
     main(["fit", *given, "--stack", "fsdp", "--schedule", "ring", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["answer"].startswith("The longest that fits is 8K, by ")
     assert len(found["rests_on"]) == 3
     assert [row["row"] for row in found["rows"]] == ["ring", "fsdp"]
     _, doctor = parse(["doctor", *given])
-    assert doctor.selection.setup() == imported(file).setup(model="tiny", layers=1, seq="8K")
+    assert doctor.selection.setup() == setup
     with pytest.raises(SystemExit):
         main(["simulate", "--from", str(FILES / "megatron-arguments.txt")])
     assert "not sayable: " in capsys.readouterr().err

@@ -15,7 +15,6 @@ from sim.setup.imports.imported import imported
 from tests.setup.test_imports import FILES, changed
 from tests.setup.test_stages import ARGUMENTS, BRIDGE, MEGATRON, NANOTRON, SWIFT, TITAN
 
-CHUNKS = "products in chunks beside hops"
 File = tuple[str, list[tuple[str, str]]]
 
 
@@ -76,11 +75,9 @@ def test_a_file_says_its_shares(name: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[File, dict[str, Any], str]] = {
-    "overlap": (megatron("--sequence-parallel --tp-comm-overlap"), {}, CHUNKS),
     "saved in parts": (megatron("--sequence-parallel", "--distribute-saved-activations"), {},
         "it is of tensor parallelism without sequence parallelism"),
     "kept": (nanotron(("SCATTER", "SCATTER\n  tp_recompute_allgather: false")), {}, "is gathered again"),
-    "async TP": (titan("enable_async_tensor_parallel = true"), {}, CHUNKS),
     "a whole loss": (titan("disable_loss_parallel = true"), {}, "the loss is taken of shares of the vocabulary"),
     "GPUs": (megatron("--sequence-parallel"), {"gpus": 12},
         "`gpus` 12 is no multiple of the 2 ranks that share a sequence x 4 that share out weights: set `gpus` to 8"),
@@ -95,17 +92,13 @@ def test_shares_that_are_not_played_are_refused(name: str, tmp_path: Path) -> No
         imported(changed(tmp_path, file, *changes)).setup(**given).resolved().built(ranks=1)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, says) in REFUSED.items() if CHUNKS in says])
-def test_what_is_sent_behind_products_stands_in_for_chunks_of_them(name: str, tmp_path: Path) -> None:
-    (file, changes), given, _ = REFUSED[name]
-    assert imported(changed(tmp_path, file, *changes), anyway=True).setup(**given).resolved().mesh.tp > 1
-
-
 SENT: dict[str, tuple[File, dict[str, Any], bool, str]] = {
     "no flag": (megatron(), {}, False, "gradients"),
     "a flag": (megatron("--sequence-parallel"), {}, True, "gradients"),
     "all-reduce": (nanotron(("  tp_mode: REDUCE_SCATTER\n", "")), {}, False, "none"),
     "asynchronous": (nanotron(("communication: false", "communication: true")), {}, True, "shards"),
+    "userbuffers": (megatron("--sequence-parallel --tp-comm-overlap"), {}, True, "chunks"),
+    "async TP": (titan("enable_async_tensor_parallel = true"), {}, True, "chunks"),
     "switched off": (titan("enable_sequence_parallel = false"), {}, False, "none"),
     "left out": (swift(("sequence_parallel: true", "packing_cache: none")), {"model": "llama3-8b"}, False, "gradients"),
     "switched off in a recipe": (bridge("model.tensor_model_parallel_size=4", "model.sequence_parallel=false"),
@@ -129,8 +122,7 @@ def test_keys_of_shares_mean_nothing_where_weights_are_whole(tmp_path: Path) -> 
     (row,) = [row for row in found.rows() if "async_tensor" in row.key]
     assert (row.state, row.means) == ("ignored", "of tensor parallelism, and ranks have whole weights")
     assert found.setup() == imported(FILES / TITAN).setup()
-    with pytest.raises(InputError, match=CHUNKS):
-        found.setup(tp_degree=2, gpus=16)
+    assert found.setup(tp_degree=2, gpus=16).resolved().options.tp_overlap == "chunks"
     alone = imported(FILES / MEGATRON)
     assert not [row for row in alone.rows() if row.key == "sequence_parallel"]
     assert [row.value for row in alone.rows(tp_degree=2) if row.key == "sequence_parallel"] == ["(false)"]

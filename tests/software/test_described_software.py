@@ -130,6 +130,7 @@ def test_a_step_is_proved_and_played_alike_by_both_engines(loss: str) -> None:
     assert plays[0].trace.rows == plays[1].trace.rows
 
 
+@pytest.mark.sweep
 def test_what_is_set_comes_before_a_stack_and_that_before_software(tmp_path: Path) -> None:
     path = mine(tmp_path)
 
@@ -166,6 +167,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path: Path, old: str, new: str, me
         longstep.predict("zigzag", **STEP, software=mine(tmp_path, **{old: new}))
 
 
+@pytest.mark.sweep
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     table = Path("sim/software/counted/liger.toml").read_text()
     (tmp_path / "table.toml").write_text(table)

@@ -138,6 +138,7 @@ def test_regimes_count_the_python_as_measured() -> None:
     assert _host_s(simulation, longer) == pytest.approx(expected_s)
 
 
+@pytest.mark.sweep
 def test_hosts_check_collectives_by_how_many_meet() -> None:
     """Each takes so much longer for each of its ranks, of all replicas although one is played; others do not."""
     step = SHORT.replace(

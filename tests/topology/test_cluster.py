@@ -12,6 +12,8 @@ import pytest
 
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
+from sim.engine.results.figures import figures_of
+from sim.engine.results.worlds import Change
 from tests.helpers import make_cluster_spec
 from topology.cluster import Cluster, load_cluster
 from topology.specs import LinkSpec, NicSpec, PerGpu
@@ -259,7 +261,7 @@ def test_host_copies_of_all_gpus_share_their_sockets(
 
 
 def test_a_cluster_with_other_peaks_shares_all_else() -> None:
-    """What it computes and launches is its own; with another link, or fewer SMs, nothing is shared."""
+    """What it computes and launches is its own; with more nodes, or fewer SMs, nothing is shared."""
     cluster = Cluster(load_cluster("hgx-h100"), placement=[1, 0])
     gpu = cluster.spec.gpu
     faster = msgspec.structs.replace(gpu, peak_flops_per_s={"bf16": 2e15}, launch_s=1e-6)
@@ -272,3 +274,30 @@ def test_a_cluster_with_other_peaks_shares_all_else() -> None:
         found = cluster.like(msgspec.structs.replace(cluster.spec, **change))
         assert found.resources is not cluster.resources
         assert found.devices[0].number == 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_cluster_at_other_rates_is_as_if_built_anew(name: str) -> None:
+    """With every figure of the machine doubled, and its devices in another order."""
+    spec = load_cluster(name)
+    spec = msgspec.structs.replace(spec, nodes=2 if spec.nic else 1)
+    placement = list(reversed(range(spec.nodes * spec.gpus_per_node)))
+    cluster = Cluster(spec).placed(placement)
+    assert cluster.even is cluster
+    for figure in figures_of(spec, None):
+        changed = Change((figure,), 2.0).of(spec)
+        found, anew = cluster.like(changed), Cluster(changed, placement)
+        assert list(found.resources) == list(anew.resources)
+        assert found.devices == anew.devices
+        assert found.even is found or found.spec.gpu != spec.gpu
+        pairs = [pair for pair in product((0, 1, -1 % len(placement)), repeat=2) if pair[0] != pair[1]]
+        assert [found.route(*pair) for pair in pairs] == [anew.route(*pair) for pair in pairs]
+        if spec.socket:
+            assert found.host_route(0, to_host=True) == anew.host_route(0, to_host=True)
+    assert list(cluster.resources) == list(Cluster(spec).resources)
+
+
+def test_a_slow_port_is_not_made_of_another_cluster() -> None:
+    spec = load_cluster("hgx-h100")
+    slow = msgspec.structs.replace(spec, per_gpu={3: PerGpu(link=0.25)})
+    assert list(Cluster(spec).like(slow).resources) == list(Cluster(slow).resources)

@@ -7,7 +7,7 @@ Nodes are equal but for the numbers of their parts, so only the first one is wir
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain, repeat
 
@@ -27,11 +27,20 @@ class Resources:
     they are asked for.
     """
 
-    def __init__(self, before: Iterable[Resource], links: DirectLinks, after: Iterable[Resource]) -> None:
+    def __init__(
+        self,
+        before: Iterable[Resource],
+        links: DirectLinks,
+        after: Iterable[Resource],
+        numbers: dict[str, int] | None = None,
+    ) -> None:
+        """``numbers`` are those of all by their names, where these are known."""
         self._before, self._links, self._after = list(before), links, list(after)
         self._rest = len(self._before) + len(links)
-        self._numbers = {one.name: index for index, one in enumerate(self._before)}
-        self._numbers |= {one.name: index for index, one in enumerate(self._after, self._rest)}
+        if numbers is None:
+            numbers = {one.name: index for index, one in enumerate(self._before)}
+            numbers |= {one.name: index for index, one in enumerate(self._after, self._rest)}
+        self._numbers = numbers
 
     def __len__(self) -> int:
         return self._rest + len(self._after)
@@ -43,6 +52,16 @@ class Resources:
 
     def __iter__(self) -> Iterator[Resource]:
         return chain(self._before, self._links, self._after)
+
+    def at_rates(self, capacities: Mapping[int, float]) -> Resources:
+        """Return the same with other capacities of some, by their indices, none of which is a link between nodes
+        without switches.
+        """
+        before, after = self._before[:], self._after[:]
+        for index, capacity in capacities.items():
+            some, at = (before, index) if index < len(before) else (after, index - self._rest)
+            some[at] = some[at]._replace(capacity=capacity)
+        return Resources(before, self._links, after, self._numbers)
 
     def capacities(self) -> list[float]:
         """Return the capacity of each."""
@@ -61,17 +80,29 @@ class Resources:
 
 def resources(spec: ClusterSpec) -> Resources:
     """Return every resource of a cluster."""
-    devices = [one for gpu in range(spec.gpus_per_node) for one in device_resources(spec, gpu)]
     links, to_nics, before = _of_links(spec)
-    sockets = range(spec.socket.per_node) if spec.socket else ()
     between = list(_between_switches(spec))
-    drams = [one for number in sockets for one in (*host_dram(spec, number), *host_cxl(spec, number))]
     listed = _in_all_nodes(spec, links)
     listed[before:before] = _in_all_nodes(spec, to_nics)
     shares = {gpu: special.link for gpu, special in spec.per_gpu.items() if special.link != 1.0}
-    first = _named(spec, (*_in_all_nodes(spec, devices), *listed), shares)
-    last = _named(spec, (*between, *_in_all_nodes(spec, drams)), shares)
+    first = _named(spec, (*_in_all_nodes(spec, _of_devices(spec)), *listed), shares)
+    last = _named(spec, (*between, *_in_all_nodes(spec, _of_hosts(spec))), shares)
     return Resources(first.values(), DirectLinks(spec), (one for name, one in last.items() if name not in first))
+
+
+def of_first_node(spec: ClusterSpec) -> list[Resource]:
+    """Return the resources of the first node, some of which may be there twice, as fast as they are of equal GPUs."""
+    links, to_nics, _ = _of_links(spec)
+    return [*_of_devices(spec), *links, *to_nics, *_of_hosts(spec)]
+
+
+def _of_devices(spec: ClusterSpec) -> list[Resource]:
+    return [one for gpu in range(spec.gpus_per_node) for one in device_resources(spec, gpu)]
+
+
+def _of_hosts(spec: ClusterSpec) -> list[Resource]:
+    sockets = range(spec.socket.per_node) if spec.socket else ()
+    return [one for number in sockets for one in (*host_dram(spec, number), *host_cxl(spec, number))]
 
 
 def _named(spec: ClusterSpec, found: Iterable[Resource], shares: dict[int, float]) -> dict[str, Resource]:

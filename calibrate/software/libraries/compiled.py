@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.decomposition import select_decomp_table
 from torch.utils.flop_counter import flop_registry
 
 from calibrate.software.counting.count import FlashAttention, Ready, Run
@@ -44,6 +41,10 @@ def compiled(
     forward: Callable[..., object], inputs: tuple[torch.Tensor, ...], graphs: list[fx.Graph], *given: object
 ) -> Ready:
     """Return a function of one output, compiled for what it is given; its passes go into ``graphs`` as they come."""
+    # The compiler takes longer to load than all else of torch.
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func  # noqa: PLC0415
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: PLC0415
+    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
 
     def seen(gm: fx.GraphModule, example_inputs: object) -> object:  # noqa: ARG001 - the names are torch's
         graphs.append(gm.graph)

@@ -258,7 +258,19 @@ def setup_of(fields: dict[str, Any], profile: str | Profile) -> Setup:
 
 
 def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
-    """Return a case file by name or path, and its cases; raises InputError that names what is wrong."""
+    """Return a case file by name or path, and its cases; raises InputError that names what is wrong, or cannot be
+    played.
+    """
+    file, cases = written_cases(name)
+    for case in cases:
+        _require_playable(case, f"case file {name!r}")
+    return file, cases
+
+
+def written_cases(name: str) -> tuple[CaseFile, list[Case]]:
+    """Return a case file by name or path, and its cases as they are written; raises InputError that names what is
+    wrong, but for what only a builder refuses.
+    """
     file = load_toml("case file", name, CaseFile, FOLDER, "`cases`")
     groups: list[Group | MemoryGroup] = [*file.group, *file.memory]
     if not groups or not all(group.cases for group in groups):
@@ -280,10 +292,7 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
         if key not in allowed:
             raise unknown(what, key, allowed, f"case file {name!r}, alike.{where}")
     file = _with_profile(file, name)
-    cases = [_case(file, group, case) for group in file.group for case in group.cases]
-    for case in cases:
-        _require_playable(case, f"case file {name!r}")
-    return file, cases
+    return file, [_case(file, group, case) for group in file.group for case in group.cases]
 
 
 def _require_playable(case: Case, where: str) -> None:

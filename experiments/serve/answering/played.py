@@ -12,10 +12,10 @@ from typing import NoReturn
 import msgspec
 
 from sim.base.garbage import garbage_collection_off
+from sim.engine.play.fold import fold
 from sim.engine.play.simulate import simulate
 from sim.engine.results.report import Report, report
 from sim.engine.results.sensitivity import bound
-from sim.schedule.derive.replicas import folds
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked
 from sim.setup.configuration import Configuration
@@ -52,10 +52,10 @@ class Player:
                 self._kept.move_to_end(number)
                 return checked
         schedule = found.built(share=1.0)
-        checked = Checked(schedule, folds=folds(schedule))
+        checked = Checked(schedule)
         if found.one_device:
             checked = Checked(on_one_device(checked))
-        played = checked.first(1) if checked.folds else checked
+        played = fold(checked, found.cluster, members=not found.jitter.share).checked
         ops = sum(program.num_ops for program in played.schedule.programs)
         self._number += 1
         self._kept[self._number] = (found, checked, ops)

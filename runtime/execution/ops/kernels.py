@@ -11,6 +11,7 @@ import torch
 from runtime.execution.ops.attention import AttentionKernel, delta_of, merge, with_delta
 from runtime.execution.ops.dense import run_token_kernel
 from runtime.execution.ops.linear import linear_backward, linear_forward, state_product, state_sum
+from runtime.execution.ops.matrices import matrices
 from runtime.execution.ops.packed import packed_backward, packed_forward
 from runtime.execution.ops.state import run_state_kernel
 from runtime.execution.ops.unfused import Capped, chunked_backward, chunked_forward, standard_backward, standard_forward
@@ -50,8 +51,8 @@ def run_kernel(op: ops.Kernel | ops.HostAdamW, storage: Storage, attention: Atte
         return "nothing"
     if isinstance(op, ops.Copy | ops.Fold):
         return _copy(op, storage)
-    if isinstance(op, ops.TiledKernel):
-        return _in_tiles(op, storage, attention)
+    if isinstance(op, ops.JoinedGemm | ops.TiledKernel):
+        return _several(op, storage, attention)
     if isinstance(op, ops.StateKernel | ops.HostAdamW):
         return run_state_kernel(op, storage)
     return run_token_kernel(op, storage)
@@ -94,12 +95,21 @@ def _linear(op: ops.LinearKernel, storage: Storage) -> str:
     return "eager linear attention"
 
 
+def _several(op: ops.JoinedGemm | ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:
+    """Run what consists of other kernels."""
+    if isinstance(op, ops.TiledKernel):
+        return _in_tiles(op, storage, attention)
+    return " and ".join(dict.fromkeys([run_token_kernel(product, storage) for product in op.products]))
+
+
 def _in_tiles(op: ops.TiledKernel, storage: Storage, attention: AttentionKernel) -> str:
     """Run a loop over tiles of tokens, whose temporaries last for one tile. Weights and their gradients are shared by
-    all tiles; tokens are those of batch and sequence, one after the other.
+    all tiles; tokens are those of batch and sequence, as they follow each other in memory.
     """
     operands = [*map(storage.read, op.reads), *map(storage.write, op.writes)]
-    rows = [tensor.view(1, -1, tensor.shape[-1]) if tensor.dim() == 3 else tensor for tensor in operands]
+    (of_tokens,) = matrices(*[tensor for tensor in operands if tensor.dim() == 3])
+    rest = iter(of_tokens)
+    rows = [next(rest).unsqueeze(0) if tensor.dim() == 3 else tensor for tensor in operands]
     stop, names = 0, dict[str, None]()
     for tile in tiles(op, storage.program):
         ended = ends(tile.program, len(operands))

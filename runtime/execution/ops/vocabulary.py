@@ -8,7 +8,7 @@ from typing import assert_never
 import torch
 from msgspec import UNSET
 
-from runtime.execution.ops.matrices import matrices, matrix
+from runtime.execution.ops.matrices import matrices
 from runtime.execution.tensors import Storage
 from sim.schedule.derive.workspace import LOSS_ROWS
 from sim.schedule.ir.ops import (
@@ -39,7 +39,8 @@ def run_end_kernel(op: EndKernel, storage: Storage) -> str:
     if isinstance(op, LogitKernel):
         return run_logit_kernel(op, given, results)
     if isinstance(op, Embed):
-        return embed(op, given[0], given[1].view(-1), matrix(results[0]))
+        ((ids, out),) = matrices(given[1], results[0])
+        return embed(op, given[0], ids.squeeze(-1), out)
     assert_never(op)
 
 

@@ -23,7 +23,7 @@ class CostModel:
     """The cost of ops on one cluster. Without a profile every kernel runs at the datasheet's rates."""
 
     def __init__(self, cluster: Cluster, profile: Profile | None) -> None:
-        self._cluster = cluster
+        self._cluster, self._one_queue = cluster, profile is not None and profile.one_queue
         self.notes: set[str] = set()
         """What was extrapolated, or taken from the datasheet although there is a profile."""
         self.warnings: set[str] = set()
@@ -42,7 +42,7 @@ class CostModel:
         self._host = HostCosts(cluster, profile, kernels, moving, self.notes)
         self.kernel, self.kernel_anywhere, self.kernel_seconds = kernels.at, kernels.anywhere, kernels.seconds
         self.peak_share, self.limited, self.run = kernels.peak_share, kernels.limited, kernels.run
-        self.transfer, self.collective = messages.transfer, messages.collective
+        self.transfer, self.copied, self.collective = messages.transfer, messages.copied, messages.collective
         issue = IssueCosts(cluster, profile, kernels)
         self.issue_s, self.python_s = issue.seconds, issue.python_s
         self.held_by_messages = cache(partial(held_by_messages, cluster))
@@ -53,6 +53,11 @@ class CostModel:
     def cuda(self) -> bool:
         """Whether ranks are GPUs, which run kernels and communication side by side, and not threads of a CPU."""
         return self._cluster.spec.gpu.kind == "cuda"
+
+    @property
+    def one_queue(self) -> bool:
+        """Whether GPUs begin with kernels of all streams in the order in which the host issues them."""
+        return self.cuda and self._one_queue
 
     def on_host(self, rank: int, program: Program, op: HostCopy | HostAdamW) -> Activity:
         """Return what a rank does in its host's memory, without SMs."""

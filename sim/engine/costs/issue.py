@@ -11,6 +11,11 @@ from sim.schedule.ir.ops import Collective, Exchange, Family, Hold, HostCopy, Ho
 from sim.words.profile import SLICE_BACK, Issue, Profile
 from topology.cluster import Cluster
 
+COPY_LAUNCHES = 2
+"""Calls of CUDA for a message by copy engines, on each side: an event that orders it behind what was issued before, and
+the copy (TransformerEngine common/comm_gemm_overlap/userbuffers, userbuffers_send) or the wait for its flag
+(userbuffers_recv; torch distributed/_symmetric_memory, a barrier and a copy): from memory."""
+
 _OF_MODULES = frozenset[Family](("matrix product", "norm, rope, SwiGLU"))
 
 
@@ -34,6 +39,8 @@ class IssueCosts:
         if isinstance(op, Hold):
             return 0.0
         issue = self._profile.issue if self._profile else {}
+        if isinstance(op, Exchange) and op.by_copies:
+            return COPY_LAUNCHES * op.num_messages * self._cluster.spec.gpu.launch_s
         if isinstance(op, Exchange) and op.num_messages > 1:
             return self._of_entry(issue.get("exchange")) + op.num_messages * self._of_entry(issue.get("message"), 0.0)
         if isinstance(op, HostSync) and op.calls:

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from functools import cache, partial
 from typing import NamedTuple
 
+from sim.base.errors import InputError
 from sim.engine.channels import Peer, peer_of
 from sim.engine.costs.moving import Moving, MovingCosts
 from sim.engine.costs.phases import Activity, Flow, Latency
@@ -16,6 +17,7 @@ from sim.engine.traffic.least import least_seconds, needs
 from sim.engine.traffic.ways import by_node
 from sim.schedule.ir.ops import Barrier, Collective
 from topology.cluster import Cluster
+from topology.fabric.resources import LINKS
 
 
 class _Like(NamedTuple):
@@ -36,6 +38,7 @@ class MessageCosts:
         """``warnings`` gets what of the software makes messages slower, and can be avoided."""
         self._cluster, self._moving, self._warnings = cluster, moving, warnings
         self._transfers_found: dict[tuple[int, int, int, int], Activity] = {}
+        self.copied = cache(self._copied)
         self._alike = cluster.spec.fabric is None and not cluster.uneven
         """Whether messages between like places of any nodes take as long."""
         self._like: dict[Hashable, _Like] = {}
@@ -58,6 +61,23 @@ class MessageCosts:
         if found is None:
             found = self._transfers_found[key] = self._find_transfer(source, target, nbytes, group)
         return found
+
+    def _copied(self, source: int, target: int, nbytes: int, group: tuple[int, ...]) -> Activity:
+        """Return what a copy engine writes into the memory of another GPU: at the rate of the links, which is one that
+        copy engines were measured to have (``payload`` of NVLink, topology/hardware), behind their latency; what waits
+        for it is handed over as behind any stream. On a CPU it is a message. Raises InputError where the other is in
+        another node.
+        """
+        cluster = self._cluster
+        if cluster.spec.gpu.kind == "cpu":
+            return self.transfer(source, target, nbytes, group)
+        if cluster.devices[source].node != cluster.devices[target].node:
+            raise InputError(
+                f"ranks {source} and {target} are on two nodes, and copy engines reach no other one: `set` "
+                f"schedule.tp_overlap=shards or gradients, or a `tp_degree` of the GPUs of a node"
+            )
+        route = cluster.route(source, target)
+        return self._moving.copied(self._moving.along("exchange", (source, target), Spread(1, 2.0), route, nbytes))
 
     def _find_transfer(self, source: int, target: int, nbytes: int, group: tuple[int, ...]) -> Activity:
         here, there = self._cluster.devices[source], self._cluster.devices[target]
@@ -104,13 +124,13 @@ class MessageCosts:
     def collective(self, op: Collective, ranks: tuple[int, ...], nbytes: int, played: int | None = None) -> Activity:
         """Return a collective as one activity of its group; ``nbytes`` is one part (for AllReduce the whole).
 
-        Where only the first so many ranks are ``played``, what it does to their links and memories: the others are on
-        nodes that are like theirs.
+        Where only ranks below a number are ``played``, what it does to their links and memories: those of the others
+        are like theirs.
         """
         key = (type(op), ranks, nbytes)
         if key not in self._collective_cache:
             own = ranks if played is None else tuple([rank for rank in ranks if rank < played])
-            near = None if len(own) == len(ranks) else len(own)
+            near = None if len(own) == len(ranks) else played
             traffic = link_traffic(op.name, ranks, nbytes, self._cluster, near)
             if isinstance(op, Barrier) or len(ranks) == 1:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
@@ -125,5 +145,17 @@ class MessageCosts:
                     by = ""
                 spread = Spread(nodes, len(ranks) / nodes)
                 moving = Moving(op.name, own, len(ranks), spread, *traffic, least_s, inside, by)
-                self._collective_cache[key] = self._moving.activity(moving)
+                activity = self._moving.activity(moving)
+                self._collective_cache[key] = activity if near is None else self._of_played(activity, own)
         return self._collective_cache[key]
+
+    def _of_played(self, activity: Activity, own: tuple[int, ...]) -> Activity:
+        """Return an activity without links of ranks that are not played: nothing else loads these as it loads others,
+        and where sums of loads are rounded otherwise, the last bit of a speed may differ.
+        """
+        *before, last = activity
+        if not isinstance(last, Flow):
+            return activity
+        resources, links = self._cluster.resources, frozenset[int]().union(*map(self._cluster.links_of, own))
+        demands = [one for one in last.demands if one[0] in links or resources[one[0]].group not in LINKS]
+        return (*before, last._replace(demands=tuple(demands)))

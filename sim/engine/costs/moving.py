@@ -91,6 +91,17 @@ class MovingCosts:
             self._notes.add(
                 f"{what.kernel}: not measured, at the rate of pinned memory; real ones take several times as long"
             )
+        return self._occupying(what, delay_s, flow_s)
+
+    def copied(self, what: Moving) -> Activity:
+        """Return the activity of bytes that copy engines move, at the rate of the links."""
+        slowest = slowest_link(what.load, self._cluster)
+        flow_s = what.load[slowest] / self._cluster.resources[slowest].capacity
+        return self._occupying(what, what.hop_s * what.steps, flow_s)
+
+    def _occupying(self, what: Moving, delay_s: float, flow_s: float) -> Activity:
+        """Return an activity of so long a flow, with what it occupies."""
+        resources = self._cluster.resources
         if flow_s <= 0:
             return (Latency(delay_s),)
         demands = {link: min(nbytes / flow_s, resources[link].capacity) for link, nbytes in what.load.items()}

@@ -23,7 +23,9 @@ KERNEL, HOST_SYNC, EXCHANGE, COLLECTIVE, HOST_COPY, HOST_KERNEL = range(6)
 INT = np.int32
 Array: TypeAlias = NDArray[Any]
 
-SIDE = np.dtype([("op", INT), ("communicator", INT), ("receives", INT), ("peer", INT), ("nbytes", np.int64)])
+SIDE = np.dtype(
+    [*((name, INT) for name in ("op", "communicator", "receives", "peer")), ("nbytes", np.int64), ("by_copies", INT)]
+)
 EXCHANGE_ROW = np.dtype([("op", INT), ("communicator", INT), ("peers", INT), ("nbytes", np.int64)])
 COLLECTIVE_ROW = np.dtype([("op", INT), ("communicator", INT), ("kind", INT), ("nbytes", np.int64)])
 
@@ -126,8 +128,9 @@ def facts_of(fragment: Fragment) -> Facts:
         of_form = of_forms[number]
         if isinstance(op, ops.Exchange):
             out, into = _by_peer(op.sends, of_form.sent), _by_peer(op.recvs, of_form.taken)
-            sides += [(index, over[number], 0, *sent) for sent in out.items()]
-            sides += [(index, over[number], 1, *taken) for taken in into.items()]
+            written = op.by_copies is True
+            sides += [(index, over[number], 0, *sent, written) for sent in out.items()]
+            sides += [(index, over[number], 1, *taken, written) for taken in into.items()]
             exchanges.append((index, over[number], *largest_message(op, (*of_form.sent, *of_form.taken))))
         elif isinstance(op, ops.Collective):
             collectives.append((index, over[number], kinds.number(type(op), op), of_form.part))
@@ -169,7 +172,7 @@ def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     if use:
         return use.kernel, use.into_slice, use.loop, op.part, op.meta.family
     if isinstance(op, ops.Exchange):
-        return type(op), op.num_messages
+        return type(op), op.num_messages, op.by_copies
     if isinstance(op, ops.HostSync):
         return type(op), op.calls
     if isinstance(op, ops.Collective):
@@ -179,10 +182,12 @@ def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
 
 def largest_message(op: ops.Exchange, nbytes: Iterable[int]) -> tuple[int, int]:
     """Return how many peers an Exchange has, in the direction with more, and the bytes of its largest message, of those
-    of all.
+    of all; no peers where no kernel moves anything.
 
     What it sends to one and takes from another is on the same channels.
     """
+    if op.by_copies:
+        return 0, 0
     peers = max(len({peer for peer, _ in messages}) for messages in (op.sends, op.recvs))
     return peers, max(nbytes, default=0)
 

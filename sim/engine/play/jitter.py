@@ -110,7 +110,7 @@ class Jitter(NamedTuple):
         if not self.share:
             return np.full(num_ranks, _slowest(0.5, len(folded.of_all([0.0] * num_ranks))))
         roles = [rank if self.per_rank else schedule.role(rank) for rank in range(num_ranks)]
-        among = 1 if self.per_rank else sum(folded.equals) or schedule.header.mesh.dp
+        among = 1 if self.per_rank else schedule.whole.header.mesh.dp
         drawn = {role: _slowest(np.random.default_rng([self.seed, role, 1]).random(), among) for role in set(roles)}
         return np.array([drawn[role] for role in roles])
 

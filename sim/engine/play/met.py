@@ -28,6 +28,8 @@ class MessageKey(NamedTuple):
     nbytes: int
     group: tuple[int, ...]
     """Ranks of its communicator."""
+    by_copies: bool = False
+    """As of Exchange."""
 
 
 class ExchangeKey(NamedTuple):
@@ -117,9 +119,11 @@ class Met:
         ends = np.cumsum(np.bincount(of_op, minlength=len(self._ops)), dtype=INT)
         self._ops["transfers_end"], self._ops["transfers"][1:] = ends, ends[:-1]
         numbers = self._group_of[sent["communicator"], pairs[:, 0]] if len(sent) else np.zeros(0, np.int64)
-        distinct, self.transfer_message = _distinct(pairs[:, 0], pairs[:, 1], sent["nbytes"], numbers)
+        columns = (pairs[:, 0], pairs[:, 1], sent["nbytes"], numbers, sent["by_copies"])
+        distinct, self.transfer_message = _distinct(*columns)
         self.messages = [
-            MessageKey(source, target, nbytes, self._groups[number]) for source, target, nbytes, number in distinct
+            MessageKey(source, target, nbytes, self._groups[number], bool(copies))
+            for source, target, nbytes, number, copies in distinct
         ]
 
     def _find_group_of(self, ranks: int) -> Array:

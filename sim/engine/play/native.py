@@ -36,7 +36,7 @@ _SCORE_COUNTS = ("num_ranks", "num_ops", "num_streams", "num_transfers", "num_gr
 _SCORE_ARRAYS = (
     "programs", "ops", "streams", "transfers", "groups", "stream_ops", "waits", "transfers_of", "members",
 )  # fmt: skip
-_COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff")
+_COST_COUNTS = ("num_resources", "num_activities", "cuda", "handoff", "one_queue")
 _COST_ARRAYS = (
     "capacity", "activities", "phases", "demands", "devices", "op_activity", "transfer_activity", "group_activity",
     "hold", "transfer_threads", "group_threads", "issue_s", "stretch", "world_seconds", "world_amounts",
@@ -120,7 +120,10 @@ class Priced:
             rank = list(ranks.values())[which]
             kernels[number] = activities.add(cost.kernel_anywhere(rank, lowered.uses.found[use]))
         copies = activities.numbers(cost.on_host(program.rank, program, op) for program, op in lowered.copies.found)
-        messages = activities.numbers(cost.transfer(*message) for message in lowered.messages)
+        messages = activities.numbers(
+            (cost.copied if one.by_copies else cost.transfer)(one.source, one.target, one.nbytes, one.group)
+            for one in lowered.messages
+        )
         played = len(lowered.programs)
         calls = activities.numbers(cost.collective(op, call.ranks, call.nbytes, played) for call, op in lowered.calls)
         handoff = activities.add(cost.handoff) if cost.handoff else -1
@@ -140,7 +143,7 @@ class Priced:
             **activities.arrays(),
         }
         cuda = cluster.spec.gpu.kind == "cuda"
-        self._counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff)
+        self._counts = (len(cluster.resources), len(self.arrays["activities"]) - 1, cuda, handoff, cost.one_queue)
         self.point()
 
     def point(self) -> None:

@@ -8,7 +8,8 @@ it waits for. An op is issued when the host gets to it:
 where a HostSync synchronises, a kernel of the host does, and on a CPU, whose thread runs all kernels itself, every
 kernel. It is posted at
 the head of its stream once everything that it waits for has ended; an Exchange then moves each message as soon as the
-other side has posted too, a collective begins when its last member has posted.
+other side has posted too, a collective begins when its last member has posted. On a GPU with one queue of launches a
+kernel is posted no earlier than all communication that was issued before it has the compute units that it holds.
 
 ``sim/native/player.c`` plays the same from arrays; tests hold both equal to the last bit.
 """
@@ -74,8 +75,18 @@ class _Rank:
         ]
         self.compute = device.compute
         self.posted, self.begun, self.ended, self.granted = ([_NOT_YET] * count for _ in range(4))
+        self.ahead = list(_ahead(program)) if cost.one_queue else [()] * count
+        """Per op the communication that it begins behind."""
+        self.launching: dict[int, Then] = {}
+        """Per op the stream whose kernel begins behind it."""
         self.waiting: dict[int, list[Then]] = {}
         """Per op the streams that go on at its end."""
+
+    def launches_ahead(self, index: int, resume: Then) -> Generator[None, Then, None]:
+        """Wait until all communication that a kernel begins behind has the compute units that it holds."""
+        while (other := next((one for one in self.ahead[index] if self.granted[one] < 0), None)) is not None:
+            self.launching[other] = resume
+            yield
 
     def end(self, index: int, clock: Clock) -> None:
         """End an op, and let those that wait for it go on."""
@@ -152,16 +163,22 @@ class _Player:
             if handoffs[index] and self._hands_over(own, asleep_since_s, issued_s):
                 network.run(handoffs[index], wake)
                 yield
-            posted[index] = begun[index] = granted[index] = clock.now
+            yield from rank.launches_ahead(index, resume)
+            posted[index] = begun[index] = clock.now
             activity = activities[index]
             if activity is not None:
+                granted[index] = clock.now
                 network.run(activity, wake)
                 yield
-            elif not isinstance(program[index], ops.HostSync):  # whose waits are the ends of the streams
+            elif isinstance(program[index], ops.HostSync):  # whose waits are the ends of the streams
+                granted[index] = clock.now
+            else:
                 held = self._held((number, index), program[index])
                 if held and not network.hold(rank.compute, held, wake):
                     yield
                 granted[index] = clock.now
+                if index in rank.launching:
+                    clock.soon(rank.launching.pop(index))
                 if self._communicate((number, index), program[index], resume):
                     yield
                 if held:
@@ -205,7 +222,9 @@ class _Player:
             source, target, _, nbytes = self._matching.transfers[number]
             for rank, index in (source, target):
                 self._ranks[rank].begun[index] = now
-            activity = self._cost.transfer(source[0], target[0], nbytes, self._group(op.communicator, key[0]))
+            group = self._group(op.communicator, key[0])
+            move = self._cost.copied if op.by_copies else self._cost.transfer
+            activity = move(source[0], target[0], nbytes, group)
             cores = self._cost.threads((source[0], target[0]))
             self._begin_moving(source[0], "out", cores)
             self._begin_moving(target[0], "in", cores)
@@ -306,6 +325,19 @@ def _issues(program: Program, issue_s: Iterable[float], *, inline: bool) -> Iter
         yield after, since_s
         if isinstance(op, ops.HostSync | ops.HostAdamW) or (inline and op.stream == ops.COMPUTE):
             after, since_s = index, 0.0
+
+
+def _ahead(program: Program) -> Iterator[tuple[int, ...]]:
+    """Yield per kernel the communication that was issued since the one before it, the last one first; nothing of
+    others, which begin behind that kernel in any case.
+    """
+    since: tuple[int, ...] = ()
+    for index, op in enumerate(program.ops):
+        yield since if isinstance(op, ops.Kernel) else ()
+        if isinstance(op, ops.Kernel):
+            since = ()
+        elif isinstance(op, ops.Communication):
+            since = (index, *since)
 
 
 def _behind(program: Program, *, cuda: bool) -> Iterator[tuple[int, ...]]:

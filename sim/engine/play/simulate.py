@@ -56,7 +56,7 @@ class Simulation(NamedTuple):
 
     def of_every_rank(self) -> Simulation:
         """Return the same with all ranks played, to be laid beside an executed step."""
-        if not self.fold.replicas:
+        if not self.fold.played:
             return self
         return Prepared(self.checked).play(self.cluster, self.profile, self.noise, self.engine, every_rank=True)
 
@@ -83,7 +83,7 @@ class Prepared:
         *,
         every_rank: bool = False,
     ) -> Simulation:
-        """Return what happens on a cluster; see ``simulate``. Of equal data-parallel replicas one is played, unless
+        """Return what happens on a cluster; see ``simulate``. Of equal ranks one is played, see ``fold``, unless
         ``every_rank`` has to be.
         """
         schedule = self.checked.schedule
@@ -93,7 +93,8 @@ class Prepared:
                 f"{len(cluster.devices)}: set `gpus` to at most that, or `nodes`"
             )
         every_rank |= jitter.share > 0 and jitter.per_rank
-        folded = Fold(self.checked, cluster) if every_rank else fold(self.checked, cluster)
+        members = not jitter.share  # whose noise differs
+        folded = Fold(self.checked, cluster) if every_rank else fold(self.checked, cluster, members=members)
         cost = CostModel(folded.cluster, profile)
         cost.notes.update(folded.notes)
         if jitter.share and (schedule.header.mesh.dp > 1 or not cost.cuda):

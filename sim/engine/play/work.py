@@ -78,9 +78,8 @@ def _loads(work: Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], int
 
 
 def played(ranks: tuple[int, ...], work: Work) -> int | None:
-    """Return how many ranks of a group are played, None for all."""
-    own = sum(rank < len(work.flops) for rank in ranks)
-    return own if own < len(ranks) else None
+    """Return the number below which ranks are played, None where all of a group are."""
+    return len(work.flops) if max(ranks) >= len(work.flops) else None
 
 
 def of_routes(work: Work, cluster: Cluster) -> Iterator[tuple[dict[int, float], int]]:

@@ -99,6 +99,7 @@ class _Walk:
         self._trace, self._numbers = simulation.trace, simulation.trace.numbers
         self._work = work_of(simulation.fold.checked)
         arrays, inline = self._arrays, not simulation.cost.cuda
+        self._one_queue = simulation.cost.one_queue
         order, streams = arrays.stream_ops, arrays.ops["stream"]
         self._before = np.full(arrays.num_ops, -1)
         same = streams[order[1:]] == streams[order[:-1]]
@@ -145,12 +146,27 @@ class _Walk:
 
     def waited_for(self, op: int) -> int | None:
         """Return the last op of its rank that ended before it could be posted; None where it waited for none."""
-        row, posted_s = self._arrays.ops[op], self._trace.posted_s[op]
-        others = np.array([row["behind"], self._before[op], self._synced[op]])
-        waited = np.concatenate([self._arrays.waits[row["waits"] : row["waits_end"]], others[others >= 0]])
+        posted_s = self._trace.posted_s[op]
+        waited = np.concatenate([self._waits(one) for one in (op, *self._ahead(op))])
         ended_s = self._trace.ended_s[waited]
         waited, ended_s = waited[ended_s <= posted_s], ended_s[ended_s <= posted_s]
         return int(waited[np.argmax(ended_s)]) if len(waited) else None
+
+    def _waits(self, op: int) -> Array:
+        """Return what an op waits for by itself: what it needs, what is before it, and what the host waited for."""
+        row = self._arrays.ops[op]
+        others = np.array([row["behind"], self._before[op], self._synced[op]])
+        return np.concatenate([self._arrays.waits[row["waits"] : row["waits_end"]], others[others >= 0]])
+
+    def _ahead(self, op: int) -> list[int]:
+        """Return the communication that a kernel waits behind in the one queue of launches, if there is one."""
+        kinds, first = self._arrays.ops["kind"], self._arrays.first[self._arrays.op_rank[op]]
+        found: list[int] = []
+        while self._one_queue and kinds[op] == KERNEL and op - len(found) > first:
+            if kinds[op - len(found) - 1] == KERNEL:
+                break
+            found.append(op - len(found) - 1)
+        return [one for one in found if kinds[one] in {EXCHANGE, COLLECTIVE}]
 
     def resource(self, op: int) -> str:
         """Return what an op runs on: of several links the one that takes longest."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -16,11 +15,10 @@ from sim.accounts.uneven import uneven
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.interval import Interval, interval
 from sim.engine.play.simulate import Simulation
-from sim.engine.play.work import Work, of_routes, played, work_of
+from sim.engine.results.floors import floors
 from sim.engine.results.races import races
 from sim.engine.results.room import Room, Verdict, allocated, held_by_socket, room_of, tiers
 from sim.engine.results.sensitivity import NOT_ASKED, bound
-from sim.engine.traffic.least import Need, needs, rate
 from sim.schedule.ir.program import Claims
 from sim.schedule.model.layer import gemm_flops
 from sim.schedule.proof.check import Checked
@@ -135,7 +133,7 @@ def report(
     profile = simulation.profile
     of_allocator = allocated(checked, cluster, profile.allocator) if profile and step else None
     room = room_of(schedule.header, walked, cluster, of_allocator) if step else None
-    lower, bounded = floors(checked, cluster), bound(simulation) if with_bound else NOT_ASKED
+    lower, bounded = floors(simulation.fold), bound(simulation) if with_bound else NOT_ASKED
     peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
     tokens_per_s = replicas * workload.num_real_tokens / step_s if step_s else 0.0
     return Report(
@@ -211,56 +209,6 @@ def _flops_of(workload: Workload) -> float:
         gemms = gemm_flops(msgspec.structs.replace(whole, passes="forward"))  # a third only where all is trained
     forward = attends + gemms
     return forward * (workload.forward + 2 * workload.backward)
-
-
-def floors(checked: Checked, cluster: Cluster) -> dict[str, float]:
-    """Return lower bounds of the step that no algorithm beats: the most loaded device at its peak, and the link, or the
-    links of a rank or node together, with most to carry, by their widest kind.
-    """
-    work = work_of(checked)
-    own: list[float] = []
-    shared: dict[int, float] = {}
-    for rank, of_rank in enumerate(work.flops):
-        device = cluster.devices[rank]
-        busy_s = sum(flops / cluster.peak_flops_per_s(rank, dtype) for dtype, flops in of_rank.items() if flops)
-        at_once = max(cluster.resources[device.compute].capacity / device.compute_units, 1.0)
-        own.append(busy_s)
-        shared[device.compute] = shared.get(device.compute, 0.0) + busy_s / at_once
-    lower = {"compute": max([*own, *shared.values()], default=0.0)} | link_floors(work, cluster)
-    return dict(sorted(lower.items()))
-
-
-def link_floors(work: Work, cluster: Cluster) -> dict[str, float]:
-    """Return the seconds that the link, or the links of a rank or node together, with most to carry take at least, by
-    their widest kind.
-    """
-    together: dict[frozenset[int], float] = {}
-    for links, nbytes in _needs(work, cluster):
-        together[links] = together.get(links, 0.0) + nbytes
-    lower: dict[str, float] = {}
-    for links, nbytes in _with_inner(together):
-        kind = max((cluster.resources[link] for link in links), key=lambda one: (one.capacity, one.group)).group
-        lower[kind] = max(lower.get(kind, 0.0), nbytes / rate(links, cluster))
-    return lower
-
-
-def _needs(work: Work, cluster: Cluster) -> Iterator[Need]:
-    """Yield what links carry at least: of messages and copies the links of their way, of collectives what any needs."""
-    for more, times in of_routes(work, cluster):
-        yield from ((frozenset([link]), nbytes * times) for link, nbytes in more.items())
-    for (name, ranks, nbytes), count in work.collectives.items():
-        for links, least in needs(name, ranks, nbytes, cluster, played(ranks, work)):
-            yield links, least * count
-
-
-def _with_inner(found: dict[frozenset[int], float]) -> Iterator[Need]:
-    """Yield sets of links with what they carry together: also what sets within them do."""
-    by_first: dict[int, list[frozenset[int]]] = {}
-    for links in found:
-        by_first.setdefault(min(links), []).append(links)
-    for links in found:
-        inner = (some for first in links for some in by_first.get(first, ()) if some <= links)
-        yield links, math.fsum(found[some] for some in inner)
 
 
 def evidence(simulation: Simulation, more: list[str]) -> Evidence:

@@ -119,7 +119,7 @@ def allocated(checked: Checked, cluster: Cluster, name: AllocatorName | None) ->
     """
     mesh, walked = checked.schedule.header.mesh, walks(checked)
     fullest: dict[int, int] = {}
-    for rank in sorted(range(len(walked)), key=lambda rank: walked[rank].peak_bytes):
+    for rank in sorted(range(len(walked)), key=lambda rank: (walked[rank].peak_bytes, -rank)):  # the first of equals
         fullest[mesh.place(rank)["pp"]] = rank
     return allocated_for((allocations_of(checked, fullest[stage]) for stage in sorted(fullest)), cluster, name)
 

@@ -106,6 +106,9 @@ class _Costs:
     def transfer(self, *what: Any) -> tuple[Activity, ...]:
         return self._each("moves", "transfer", *what)
 
+    def copied(self, *what: Any) -> tuple[Activity, ...]:
+        return self._each("moves", "copied", *what)
+
     def collective(self, *what: Any) -> tuple[Activity, ...]:
         return self._each("moves", "collective", *what)
 
@@ -121,6 +124,10 @@ class _Costs:
     @property
     def handoff(self) -> tuple[Activity, ...]:
         return (self._base.handoff, *(one.handoff for one in self._worlds))
+
+    @property
+    def one_queue(self) -> bool:
+        return self._base.one_queue
 
     def issue_s(self, *what: Any) -> float:
         return self._base.issue_s(*what)

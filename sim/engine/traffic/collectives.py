@@ -76,8 +76,8 @@ def link_traffic(
     """Return the traffic of a collective over ``ranks``, by the algorithm that the cluster names for it; ``nbytes`` is
     one part (of an all-reduce the whole). Raises InputError where that algorithm is not for such ranks.
 
-    With ``near`` the links are those of the nodes of the first so many ranks, and maybe of the next node: for ranks
-    that fill nodes, each with the same of its GPUs in the same order, so that the links of all nodes are loaded alike.
+    With ``near`` the links are those of the nodes of ranks below that number, and maybe of another node: for ranks that
+    fill nodes, each with the same of its GPUs in the same order, so that the links of all nodes are loaded alike.
     """
     name = algorithm(kind, cluster)
     if len(ranks) == 1 or name == "fastest" or kind == "barrier":

@@ -40,8 +40,8 @@ def needs(
 ) -> Iterator[Need]:
     """Yield what a collective over ``ranks`` needs; ``nbytes`` is one part (of an all-reduce the whole).
 
-    With ``played`` it is what concerns the first so many ranks, which fill nodes that all others are like. Where a rank
-    is alone on its node, the same links may be its own and its node's: they are named once.
+    With ``played`` it is what concerns the nodes of ranks below that number, which all others are like. Where a rank is
+    alone on its node, the same links may be its own and its node's: they are named once.
     """
     found: dict[frozenset[int], float] = {}
     for links, least in _of_ranks_and_nodes(kind, ranks, nbytes, cluster, played):
@@ -100,7 +100,7 @@ class _EndsOf:
         self._found: dict[tuple[tuple[int, ...], int | None], _Ends] = {}
 
     def of(self, ranks: tuple[int, ...], cluster: Cluster, played: int | None) -> _Ends:
-        """Return those of a group, of its first so many ranks if ``played``."""
+        """Return those of a group, or of its nodes with ranks below ``played``."""
         key = ranks, played
         if key not in self._found:
             self._found[key] = _find_ends(ranks, cluster, played)
@@ -114,10 +114,9 @@ def _ends(_: Cluster) -> _EndsOf:
 
 def _find_ends(ranks: tuple[int, ...], cluster: Cluster, played: int | None) -> _Ends:
     nodes = by_node(ranks, cluster)
-    own = frozenset(ranks if played is None else ranks[:played])
     out, into, node_out, node_into, counts = [], [], [], [], []
     for number, members in enumerate(nodes):
-        if not own.intersection(members):
+        if played is not None and min(members) >= played:
             continue
         counts.append(len(members))
         there, back = [], []

@@ -168,6 +168,10 @@ def by_node(ranks: tuple[int, ...], cluster: Cluster) -> list[list[int]]:
     return list(nodes.values())
 
 
-def _near(nodes: list[list[int]], ranks: int | None) -> list[list[int]]:
-    """Return the nodes of the first so many ranks, and as many as make a ring; all if None."""
-    return nodes if ranks is None else nodes[: max(2, -(-ranks // len(nodes[0])))]
+def _near(nodes: list[list[int]], near: int | None) -> list[list[int]]:
+    """Return the nodes of ranks below a number, and as many others as make a ring; all if None, or if they differ."""
+    if near is None or len(set(map(len, nodes))) > 1:
+        return nodes
+    wanted = [number for number, ranks in enumerate(nodes) if min(ranks) < near]
+    others = [number for number in range(len(nodes)) if number not in wanted]
+    return [nodes[number] for number in sorted(wanted + others[: max(0, 2 - len(wanted))])]

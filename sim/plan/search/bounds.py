@@ -20,7 +20,7 @@ from sim.base.garbage import garbage_collection_off
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.facts import largest_part
 from sim.engine.play.work import Work
-from sim.engine.results.report import link_floors
+from sim.engine.results.floors import link_floors
 from sim.engine.results.room import Room, allocated_for, room_of
 from sim.plan.search.few import Few
 from sim.schedule.derive.dependencies import derive

@@ -6,7 +6,6 @@ from sim.accounts.memory import walks
 from sim.base.garbage import garbage_collection_off
 from sim.engine.play.fold import Fold, fold
 from sim.engine.results.room import Room, allocated, room_of
-from sim.schedule.derive.replicas import folds
 from sim.schedule.ir.program import Header
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked
@@ -34,7 +33,7 @@ def held_behind_passes(found: Configuration) -> int:
 
 def _folded(found: Configuration) -> tuple[Header, Fold]:
     schedule = found.built()
-    checked = Checked(schedule, folds=folds(schedule))
+    checked = Checked(schedule)
     if found.one_device:
         checked = Checked(on_one_device(checked))
     return schedule.header, fold(checked, found.cluster)

@@ -15,34 +15,50 @@ from sim.engine.results.sensitivity import IMBALANCE, TOLD, Bound, bound
 from sim.plan.search.bounds import least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
 from sim.plan.search.room import room
-from sim.schedule.derive.replicas import folds
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import Grounds, grounds_of
+from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
 from sim.setup.unnamed_software import slowest, widened
 
 
-class _Fewer(NamedTuple):
-    """A simulation of fewer layers than the last one has."""
+class _OfLayers(NamedTuple):
+    """A step of some micro-batches, by plays of few of its layers."""
 
-    simulation: Simulation
+    step_s: float
+    last: Simulation
+    """That of most layers."""
+    before: Simulation | None
+    """The one with fewer; None where all are played."""
     times: float
-    """How often what the last one adds to it is still to come."""
+    """How often what the last one adds to that is still to come."""
+
+    @property
+    def simulations(self) -> list[Simulation]:
+        """Those with fewer layers first."""
+        return [self.before, self.last] if self.before else [self.last]
 
 
 class Steps(NamedTuple):
     """A step by its plays."""
 
     step_s: float
-    last: Simulation
-    """That of most layers and micro-batches."""
-    before: _Fewer | None
-    """The one with fewer layers; None where all are played."""
     turns: Few
-    of_turns: list[Simulation]
-    """By number of micro-batches that with most layers."""
+    of_turns: list[_OfLayers]
+    """By number of micro-batches."""
     setups: list[Setup]
     """All that were played."""
+
+    @property
+    def last(self) -> Simulation:
+        """That of most layers and micro-batches."""
+        return self.of_turns[-1].last
+
+    @property
+    def built(self) -> list[_Built]:
+        """Their schedules."""
+        checked = [one.checked for of_layers in self.of_turns for one in of_layers.simulations]
+        return [_Built(setup.resolved(), one) for setup, one in zip(self.setups, checked, strict=True)]
 
     @property
     def bound(self) -> Bound:
@@ -50,11 +66,12 @@ class Steps(NamedTuple):
         bubbles are less of a step the more there are; what even stages would save is not, since the head is less the
         more layers there are.
         """
-        whole = len(self.of_turns) == 1 and self.before is None
+        whole = len(self.of_turns) == 1 and self.of_turns[0].before is None
         if whole or self.last.checked.schedule.header.mesh.pp == 1:
             return bound(self.last)
-        first, last = (bound(one, told=0.0).saves for one in (self.of_turns[0], self.of_turns[-1]))
-        steps_s = [self.of_turns[0].trace.step_time_s, self.last.trace.step_time_s]
+        ends = self.of_turns[0].last, self.last
+        first, last = (bound(one, told=0.0).saves for one in ends)
+        steps_s = [one.trace.step_time_s for one in ends]
         saved = {
             name: self.turns.told(first[name] * steps_s[0], last[name] * steps_s[1]) / self.turns.told(*steps_s)
             for name in last
@@ -67,10 +84,11 @@ class Steps(NamedTuple):
     @property
     def rests(self) -> tuple[Interval | None, Grounds]:
         """The 90 % interval of the step, and what it rests on: those of the last play, for as long a step."""
-        last, other, longer = self.last, slowest(self.last), self.step_s / self.last.trace.step_time_s
+        _, last, before, times = self.of_turns[-1]
+        other, longer = slowest(last), self.step_s / last.trace.step_time_s
         found = widened(last, other)
         within = found and Interval(found.low_s * longer, found.high_s * longer)
-        decides = decisive(last, self.before.simulation, self.before.times) if self.before else decisive(last)
+        decides = decisive(last, before, times) if before else decisive(last)
         slower = other and other._replace(seconds=other.seconds * longer)
         return within, grounds_of(last, evidence(last, []), decides, slower)
 
@@ -84,30 +102,38 @@ def step_of(setup: Setup, layers: tuple[int, int] = PLAYED) -> tuple[float, Simu
     return found.step_s, found.last
 
 
-def steps_of(setup: Setup, some: tuple[int, int] = PLAYED) -> Steps:
-    """Return the step of a setup by plays of few layers and micro-batches."""
-    few = of_turns(setup)
+def steps_of(setup: Setup, some: tuple[int, int] = PLAYED, like: Steps | None = None) -> Steps:
+    """Return the step of a setup by plays of few layers and micro-batches, on the schedules of one that is ``like`` it
+    where they are its own.
+    """
+    few, known = of_turns(setup), like.built if like else []
     of_layers = [of_played(one, some) for one in few.setups]
-    found = list(map(_steps_of_layers, of_layers))
-    *before, (last_s, last, fewer) = found
-    step_s = few.told(before[0][0], last_s) if before else last_s
-    played = [setup for one in of_layers for setup in one.setups]
-    return Steps(step_s, last, fewer, few, [one for _, one, _ in found], played)
+    found = [_steps_of_layers(one, known) for one in of_layers]
+    steps_s = [one.step_s for one in found]
+    step_s = few.told(*steps_s) if len(steps_s) > 1 else steps_s[0]
+    return Steps(step_s, few, found, [setup for one in of_layers for setup in one.setups])
 
 
-def _steps_of_layers(few: Few) -> tuple[float, Simulation, _Fewer | None]:
-    *before, played = [_simulation(one) for one in few.setups]
+def _steps_of_layers(few: Few, known: list[_Built]) -> _OfLayers:
+    *before, last = [_simulation(one, known) for one in few.setups]
     if not before:
-        return played.trace.step_time_s, played, None
-    step_s = few.told(before[0].trace.step_time_s, played.trace.step_time_s)
-    return step_s, played, _Fewer(before[0], few.further / few.between)
+        return _OfLayers(last.trace.step_time_s, last, None, 0.0)
+    step_s = few.told(before[0].trace.step_time_s, last.trace.step_time_s)
+    return _OfLayers(step_s, last, before[0], few.further / few.between)
+
+
+class _Built(NamedTuple):
+    """A schedule, and what it was asked for by."""
+
+    configuration: Configuration
+    checked: Checked
 
 
 @garbage_collection_off()
-def _simulation(setup: Setup) -> Simulation:
+def _simulation(setup: Setup, known: list[_Built]) -> Simulation:
     found = setup.resolved()
-    schedule = found.built()
-    return simulate(Checked(schedule, folds=folds(schedule)), found.cluster, found.profile, engine=found.engine)
+    checked = next((one.checked for one in known if found.has_schedule_of(one.configuration)), None)
+    return simulate(checked or Checked(found.built()), found.cluster, found.profile, engine=found.engine)
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:

@@ -17,6 +17,7 @@ import numpy as np
 
 from sim.base.kept import kept
 from sim.schedule.derive.tiles import tiles
+from sim.schedule.ir.declare import views_in
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
@@ -35,7 +36,6 @@ from sim.schedule.ir.ops import (
     Embed,
     EmbedBackward,
     ExpSum,
-    Gemm,
     Hold,
     Kernel,
     LargestLogit,
@@ -46,6 +46,7 @@ from sim.schedule.ir.ops import (
     LogitLoss,
     Merge,
     Pack,
+    ProductKernel,
     StateSum,
     StreamingKernel,
     TiledKernel,
@@ -164,7 +165,7 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
         )
     if isinstance(op, LinearKernel):
         return _linear_use(op, program)
-    if isinstance(op, Gemm):
+    if isinstance(op, ProductKernel):
         return gemm_use(op, program)
     if isinstance(op, Embed | EmbedBackward):
         return _embedding_use(op, program)
@@ -175,17 +176,19 @@ def kernel_use(op: Kernel, program: Program) -> KernelUse:
     return _streaming_use(op, program)
 
 
-def gemm_use(op: Gemm, program: Program) -> KernelUse:
-    """Return the matrix product of a linear layer, 2 FLOPs a multiply-add. All forms of one layer share their shape."""
-    a, b, out = op.a.shape, op.b.shape, op.out.shape
-    tokens = a[0] * a[1]
-    fan_in, fan_out = out if op.form == "tn" else b
+def gemm_use(op: ProductKernel, program: Program) -> KernelUse:
+    """Return the matrix product of a linear layer, or of several side by side, 2 FLOPs a multiply-add. All forms of one
+    layer share their shape.
+    """
+    a, *_ = views_in(op.a)
+    out, *_ = views_in(op.out)
+    weights = [view.shape for view in views_in(op.out if op.form == "tn" else op.b)]
     moved = sum(map(program.nbytes, (*op.reads, *op.writes)))
-    shape = (tokens, fan_in, fan_out)
+    shape = (a.shape[0] * a.shape[1], weights[0][0], sum([fan_out for _, fan_out in weights]))
     variant = op.form + (" accumulate" if op.accumulate else "")
-    if program.dtype(op.out) != program.dtype(op.a):
-        variant += f" into {program.dtype(op.out)}"
-    return KernelUse("gemm", variant, program.dtype(op.a), shape, 2 * math.prod(shape), moved)
+    if program.dtype(out) != program.dtype(a):
+        variant += f" into {program.dtype(out)}"
+    return KernelUse("gemm", variant, program.dtype(a), shape, 2 * math.prod(shape), moved)
 
 
 def _linear_use(op: LinearKernel, program: Program) -> KernelUse:

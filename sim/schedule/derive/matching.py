@@ -96,10 +96,12 @@ class _Groups(dict[str, tuple[tuple[int, ...], frozenset[int]]]):
 class _Tensor(NamedTuple):
     """What two sides of a message must agree on."""
 
-    dims: str
+    lies: str
+    """As of Buffer."""
     shape: tuple[int, ...]
     dtype: Dtype
     nbytes: int
+    by_copies: bool
 
 
 @kept
@@ -107,11 +109,13 @@ def _tensors(form: Form) -> tuple[list[_Tensor], list[_Tensor]]:
     """Return what an Exchange sends, and what it receives; nothing of other ops."""
     if not isinstance(form.op, ops.Exchange):
         return [], []
-    program = alone(form)
+    program, by_copies = alone(form), form.op.by_copies is True
 
     def tensors(messages: tuple[ops.Message, ...]) -> list[_Tensor]:
         buffers = [(view, program.buffers[view.buffer]) for _, view in messages]
-        return [_Tensor(buffer.dims, view.shape, buffer.dtype, program.nbytes(view)) for view, buffer in buffers]
+        return [
+            _Tensor(buffer.lies, view.shape, buffer.dtype, program.nbytes(view), by_copies) for view, buffer in buffers
+        ]
 
     return tensors(form.op.sends), tensors(form.op.recvs)
 
@@ -157,7 +161,9 @@ def _transfers(
 
 
 def _spell(tensors: list[_Tensor]) -> str:
-    return ", ".join(f"{tensor.dtype} {tensor.dims} {tensor.shape}" for tensor in tensors)
+    return ", ".join(
+        f"{tensor.dtype} {tensor.lies} {tensor.shape}{' by copies' * tensor.by_copies}" for tensor in tensors
+    )
 
 
 def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]]) -> Iterator[Group]:
@@ -181,7 +187,7 @@ def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[in
 
 
 _Part = tuple[str, tuple[int, ...], Dtype]
-"""Dimensions, shape and data type."""
+"""Dimensions in the order of memory, shape and data type."""
 
 
 class _Sides(NamedTuple):
@@ -214,7 +220,7 @@ def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:
             parts = [side.part(member) for member in range(size if side.sizes else 1)]
         elif side is not None:
             parts = [side]
-        found.append(tuple((program.buffers[part.buffer].dims, part.shape, program.dtype(part)) for part in parts))
+        found.append(tuple((program.buffers[part.buffer].lies, part.shape, program.dtype(part)) for part in parts))
     return _Sides(op.name, *found)
 
 

@@ -28,7 +28,7 @@ _UNSORTED, _OF_SEGMENT = 3072, 10
 """Tokens up to which torch's gradient of an embedding does not sort, and what it sums at a time where it does."""
 
 _InPlace: TypeAlias = (
-    ops.Gemm
+    ops.ProductKernel
     | ops.TokenSum
     | ops.Accumulate
     | ops.SwiGlu

@@ -310,6 +310,46 @@ class BiasedGemm(Gemm, frozen=True, kw_only=True):
     bias: Annotated[View, In()]
 
 
+class JoinedGemm(_Kernel, frozen=True, kw_only=True):
+    """Linear layers of one input as one matrix product, as if their weights lay side by side in one matrix; dimensions
+    as in Gemm.
+
+    nn: out[i] = a[0] b[i], plus bias[i] where there are biases
+    nt: out[0] = the sum of a[i] b[i]^T
+    tn: out[i] = a[0]^T b[i]
+
+    Executed it is a product for each.
+    """
+
+    meta = Meta("y", "joined linear", "matrix product")
+    form: GemmForm
+    a: Annotated[tuple[View, ...], In()]
+    b: Annotated[tuple[View, ...], In()]
+    out: Annotated[tuple[View, ...], Out(read_if="accumulate")]
+    bias: Annotated[tuple[View, ...], In()] = ()
+    accumulate: bool = False
+
+    @property
+    def products(self) -> tuple[Gemm, ...]:
+        """What it comes to: a product for each layer; raises ValueError where sides have unlike numbers of them."""
+        count, label, part, form = len(self.b), self.label, self.part, self.form
+        a, out = (one * count if len(one) == 1 else one for one in (self.a, self.out))
+        if self.bias:
+            return tuple(
+                [
+                    BiasedGemm(label=label, part=part, form=form, a=x, b=weight, out=made, bias=bias)
+                    for x, weight, made, bias in zip(a, self.b, out, self.bias, strict=True)
+                ]
+            )
+        begun = len(self.out) < count  # by the first, to which the others add
+        return tuple(
+            [
+                Gemm(label=label, part=part, form=form, a=x, b=other, out=made, accumulate=self.accumulate or adds)
+                for x, other, made, adds in zip(a, self.b, out, [False, *[begun] * (count - 1)], strict=True)
+            ]
+        )
+
+
 class TokenSum(_Kernel, frozen=True, kw_only=True):
     """total (O) = the sum of dout (B, S, O) over the tokens of this rank: the gradient of a bias."""
 
@@ -744,6 +784,9 @@ class Exchange(_Communication, frozen=True, kw_only=True):
     meta = Meta("X", "exchange", "transfer", "exchange")
     sends: Annotated[tuple[Message, ...], In()]
     recvs: Annotated[tuple[Message, ...], Out()]
+    by_copies: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """Whether on GPUs copy engines write what it sends into the memory of peers in the same node, without SMs; else
+    kernels of NCCL do. Executed they are messages as others."""
 
     @property
     def num_messages(self) -> int:
@@ -866,6 +909,8 @@ MlpKernel: TypeAlias = SwiGlu | SwiGluBackward | GeGlu | GeGluBackward | Gelu | 
 """What stands between the products of an MLP."""
 TokenKernel: TypeAlias = Gemm | BiasedGemm | TokenSum | NormKernel | Rope | MlpKernel | Scale | EndKernel
 """What a model does to each token by itself."""
+ProductKernel: TypeAlias = Gemm | BiasedGemm | JoinedGemm
+"""Products of matrices."""
 TiledKernel: TypeAlias = TiledMlp | TiledMlpBackward
 """Loops of other kernels over tiles of tokens."""
 StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
@@ -876,7 +921,8 @@ StreamingKernel: TypeAlias = (
 )  # fmt: skip
 """What memory bounds."""
 Kernel: TypeAlias = (
-    AttentionKernel | LinearKernel | TokenKernel | TiledKernel | StateKernel | Accumulate | Zero | Hold | Copy | Fold
+    AttentionKernel | LinearKernel | TokenKernel | JoinedGemm | TiledKernel | StateKernel
+    | Accumulate | Zero | Hold | Copy | Fold
 )  # fmt: skip
 Op: TypeAlias = Kernel | HostAdamW | Communication | HostCopy | HostSync
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -29,7 +29,7 @@ from sim.schedule.ir.ops import Op
 from sim.schedule.ir.renaming import Renaming
 from sim.schedule.ir.views import Buffer, Data, View
 from sim.schedule.ir.written import Pieces
-from sim.words.mesh import Mesh
+from sim.words.mesh import Axis, Mesh
 from sim.words.workload import DTYPE_BYTES, Dtype, Workload
 
 
@@ -255,8 +255,7 @@ class Schedule:
     """A header and, per rank, a program that is built when first asked for. Both players play this object.
 
     Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
-    as that one, each with ranks and sequences of its own. Where its replicas are equal but for the rows of weights that
-    their ranks own, ``build`` makes all programs.
+    as that one, each with ranks and sequences of its own. Otherwise it makes all programs.
     """
 
     def __init__(
@@ -265,17 +264,20 @@ class Schedule:
         build: Callable[[int], Program],
         *,
         replicated: bool = False,
-        shards_alike: bool = False,
+        kind: Callable[[int], Hashable] | None = None,
         whole: Schedule | None = None,
         order: Sequence[int] = (),
         place: Sequence[int] = (),
     ) -> None:
         self.header = header
         self.replicated = replicated and header.mesh.dp > 1
-        self.shards_alike = shards_alike and header.mesh.dp > 1
-        """Whether its replicas are equal but for ranks, sequences and the rows of weights that their ranks own."""
+        self.kind = kind or (header.mesh.role if self.replicated else int)
+        """Of what kind the program of a rank is: of ranks that differ in nothing but their replica, or their member of
+        a tensor-parallel group, those of one kind do the same, each with tokens, peers and parts of weights of its own,
+        whose numbers no time and no size depends on. Where nobody says it, replicas are equal if one is built for all.
+        """
         self.whole = whole or self
-        """The schedule that this one is the first replicas of; else itself."""
+        """The schedule that this one has some ranks of; else itself."""
         self.order, self.place = order, place
         """The ranks of that, first those that this one has, and the number of each in that order."""
         self._build = build
@@ -316,8 +318,8 @@ class Schedule:
         return self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch))
 
     def _shared(self, program: Program) -> Program:
-        """Return a program on the ops and buffers of other ranks' fragments, where its own are alike. The first
-        replicas of a schedule have programs that are so already.
+        """Return a program on the ops and buffers of other ranks' fragments, where its own are alike. Some ranks of a
+        schedule have programs that are so already.
         """
         if self.whole is not self:
             return program
@@ -354,18 +356,19 @@ class Schedule:
         with garbage_collection_off():
             return [self.program(rank) for rank in range(self.num_ranks)]
 
-    def first(self, replicas: int) -> Schedule:
-        """Return the schedule of the first so many replicas, which communicate among themselves only.
-
-        Replicas have to lie outside all that is within one, see ``sim.schedule.derive.replicas``.
+    def at(self, places: Mapping[Axis, Sequence[int]]) -> Schedule:
+        """Return the schedule of the ranks at some places along some axes, rising, which communicate among themselves
+        only. What they do has to stand for all, see ``sim.schedule.derive.roles``.
         """
-        mesh = msgspec.structs.replace(self.header.mesh, dp=replicas)
         whole = self.header.mesh
-        some = whole.of_replicas(range(replicas))
-        order = [*some, *whole.of_replicas(range(replicas, whole.dp))]
+        mesh = msgspec.structs.replace(whole, **{axis: len(some) for axis, some in places.items()})
+        some = whole.at(places)
+        left = set(some)
+        order = [*some, *(rank for rank in range(whole.size) if rank not in left)]
         place = sorted(range(whole.size), key=order.__getitem__)
         communicators = [one.among(some).numbered(place) for one in self.header.communicators]
-        header = msgspec.structs.replace(self.header, mesh=mesh, communicators=tuple(communicators))
+        shares = self.header.members if "tp" in places else self.header.shares
+        header = msgspec.structs.replace(self.header, mesh=mesh, communicators=tuple(communicators), shares=shares)
         known: dict[Fragment, Fragment] = {}
 
         def program(number: int) -> Program:
@@ -385,7 +388,7 @@ class Schedule:
     @cached_property
     def hash(self) -> str:
         """SHA-256 of the JSON form, 16 hexadecimal digits: the same ops in the same order on the same views. The first
-        replicas of a schedule have that of the whole.
+        ranks of a schedule have that of the whole.
         """
         if self.whole is not self:
             return self.whole.hash

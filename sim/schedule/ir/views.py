@@ -37,6 +37,20 @@ class Buffer(Data, frozen=True, kw_only=True, cache_hash=True):
     dtype: Dtype
     category: Category
     place: Place = "hbm"
+    token_major: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """Whether in memory tokens are outside of sequences: of a token that of all sequences lies together, then the next
+    ([s, b, ...]). Its dims are in the order of all others."""
+
+    @property
+    def in_memory(self) -> tuple[int, ...]:
+        """The numbers of its dimensions, from the one whose steps in memory are the largest to that of the smallest."""
+        first = (TOKENS, 0) if self.token_major else (0, TOKENS)
+        return (*first, *range(2, len(self.shape)))[: len(self.shape)]
+
+    @property
+    def lies(self) -> str:
+        """The letters of its dimensions in that order."""
+        return "".join([self.dims[dim] for dim in self.in_memory])
 
     @property
     def nbytes(self) -> int:
@@ -112,10 +126,12 @@ def is_contiguous(view: View, buffer: Buffer) -> bool:
     shape = view.shape
     if shape == buffer.shape:
         return True
-    inner = max((dim for dim, extent in enumerate(shape) if extent != buffer.shape[dim]), default=0)
-    return all(extent == 1 for extent in shape[:inner])
+    order = buffer.in_memory
+    inner = max((at for at, dim in enumerate(order) if shape[dim] != buffer.shape[dim]), default=0)
+    return all(shape[dim] == 1 for dim in order[:inner])
 
 
 def parts_are_contiguous(split: Split, buffer: Buffer) -> bool:
     """Return whether the parts follow each other in memory, each in one piece."""
-    return is_contiguous(split.view, buffer) and all(extent == 1 for extent in split.view.shape[: split.dim])
+    order, shape = buffer.in_memory, split.view.shape
+    return is_contiguous(split.view, buffer) and all(shape[dim] == 1 for dim in order[: order.index(split.dim)])

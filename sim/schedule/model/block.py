@@ -23,6 +23,7 @@ from sim.schedule.model.equations import (
     eagerly,
     geglu,
     gelu,
+    joined,
     linear,
     mlp_in_tiles,
     norm,
@@ -30,7 +31,7 @@ from sim.schedule.model.equations import (
     scaled,
     swiglu,
 )
-from sim.words.options import ModulesName
+from sim.words.options import ModulesName, ProductsName
 from sim.words.workload import LoraTarget, ModelSpec, QkNormName
 
 x, h1, middle, h2 = (Tensor(name, "activation", ("embed",)) for name in ("x", "h1", "middle", "h2"))
@@ -78,18 +79,20 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def block_of(model: ModelSpec, tile: Tile | None = None, modules: ModulesName = "fused") -> Block:
+def block_of(
+    model: ModelSpec, tile: Tile | None = None, modules: ModulesName = "fused", products: ProductsName = "apart"
+) -> Block:
     """Return the block of a model's layers, with its MLP whole or in tiles; norms around that are not tiled. Eager
-    modules make and keep more than fused ones, of the same gradients.
+    modules make and keep more than fused ones, of the same gradients; joined products make the same as those apart.
     """
-    passes = _passes(model, tile, modules)
+    passes = _passes(model, tile, modules, products)
     if modules != "fused":
         eager = partial(eagerly, norms=modules == "eager")
         passes = [Around(*(tuple(map(eager, part)) for part in around)) for around in passes]
     return _block(*passes)
 
 
-def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName) -> list[Around]:
+def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName, products: ProductsName) -> list[Around]:
     """Return the forward equations of a layer, and the same in the order in which gradients are led through."""
     biases, before, after = model.biases or (), model.norms != "after", bool(model.norms)
     frozen = model.is_frozen
@@ -107,7 +110,8 @@ def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName) -> list[A
     turns = model.rotary_dims != 0
     to_turn = ((q_normed, k_normed) if model.qk_norm else (q_raw, k_raw)) if turns else (q, k)
     to_norm = (q_raw, k_raw) if model.qk_norm else to_turn
-    projected = _together(
+    together = _joined if products == "joined" else _together
+    projected = together(
         product("q", of_tokens, wq, to_norm[0], of_q),
         product("k", of_tokens, wk, to_norm[1], of_k),
         product("v", of_tokens, wv, v, of_v),
@@ -118,7 +122,7 @@ def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName) -> list[A
     of_out = bo if "out" in biases else None
     if model.parallel_residual:
         from_heads = product("o", out, wo, middle, of_out, following)
-        mlp = _mlp(model, h1, following, tile, product)
+        mlp = _mlp(model, h1, following, tile, product, together)
         joined, residual = add(middle, following, "sum of both")._replace(backward=()), add(x, following, "residual")
         return [
             Around(
@@ -133,7 +137,7 @@ def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName) -> list[A
     behind = (scaled(attended, middle, factor, "scale attention"),) if factor else behind
     residual = add(x, middle, "residual of attention")
     normed_again = (norm(middle, norm2, h2, rstd2, frozen=frozen),) if before else ()
-    mlp = _mlp(model, h2 if before else middle, mixed if after or factor else following, tile, product)
+    mlp = _mlp(model, h2 if before else middle, mixed if after or factor else following, tile, product, together)
     last = (norm(mixed, post_norm2, following, rstd_post2, frozen=frozen),) if after else ()
     last = (scaled(mixed, following, factor, "scale mlp"),) if factor else last
     second_residual = add(middle, following, "residual of mlp")
@@ -154,6 +158,15 @@ def _together(*layers: Linear) -> Linear:
     return Linear(*(tuple([one for part in parts for one in part]) for parts in zip(*layers, strict=True)))
 
 
+def _joined(*layers: Linear) -> Linear:
+    """Return them as one product; those with adapters are apart, and so is one alone."""
+    own = [one.forward for one in layers]
+    if len(own) == 1 or any(len(forward) > 1 for forward in own):
+        return _together(*layers)
+    both = (joined(*[equation for (equation,) in own]),)
+    return Linear(both, both)
+
+
 def _qk_norms(kind: QkNormName, of_q: Tensor, of_k: Tensor, *, frozen: bool) -> tuple[Equation, ...]:
     """Return the norms of q and k behind their projections."""
     of_heads = kind == "head"
@@ -164,8 +177,17 @@ def _qk_norms(kind: QkNormName, of_q: Tensor, of_k: Tensor, *, frozen: bool) -> 
     )
 
 
-def _mlp(model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None, product: Callable[..., Linear]) -> Linear:
-    """Return the equations of an MLP; ``product`` is what makes its linear layers."""
+def _mlp(
+    model: ModelSpec,
+    given: Tensor,
+    made: Tensor,
+    tile: Tile | None,
+    product: Callable[..., Linear],
+    together: Callable[..., Linear],
+) -> Linear:
+    """Return the equations of an MLP; ``product`` is what makes its linear layers, ``together`` joins those of one
+    input.
+    """
     biased = "mlp" in (model.biases or ())
     if tile and (biased or model.mlp):
         raise InputError(
@@ -188,7 +210,7 @@ def _mlp(model: ModelSpec, given: Tensor, made: Tensor, tile: Tile | None, produ
     else:
         widened = [product("gate", given, w_gate, gate, of_gate), *widened]
         activated = (geglu if model.mlp == "geglu" else swiglu)(gate, up, act)
-    both = _together(*widened)
+    both = together(*widened)
     return Linear((*both.forward, activated, *down.forward), (*down.back, activated, *both.back))
 
 

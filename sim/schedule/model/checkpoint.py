@@ -122,7 +122,8 @@ def _made(block: Block) -> dict[Tensor, tuple[Tensor, ...]]:
     """Return what backward needs of what each kernel makes, by the first of it."""
     inputs, needed = _needed(block)
     wanted = {*needed, *inputs}
-    every = [one.results for one in (*block.forward.before, *block.forward.after) if not one.adds]
+    each = [one for part in block.forward for whole in part for one in whole.joins or (whole,)]
+    every = [one.results for one in each if not one.adds]
     kept = [tuple([tensor for tensor in results if tensor in wanted]) for results in every]
     return {results[0]: results for results in kept if results}
 

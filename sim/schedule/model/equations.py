@@ -27,6 +27,7 @@ from sim.schedule.ir.ops import (
     Gemm,
     HeadNorm,
     HeadNormBackward,
+    JoinedGemm,
     LargestLogit,
     LogitLoss,
     RmsNorm,
@@ -48,7 +49,7 @@ from sim.words.workload import ModelSpec
 class Equation(NamedTuple):
     """What one kernel makes of each token by itself. Operands and results stand in the order of the op's fields."""
 
-    kind: type[TokenKernel | TiledKernel | Accumulate]
+    kind: type[TokenKernel | JoinedGemm | TiledKernel | Accumulate]
     label: str
     operands: tuple[Tensor, ...]
     results: tuple[Tensor, ...]
@@ -63,11 +64,15 @@ class Equation(NamedTuple):
     again."""
     lacks: tuple[str, ...] = ()
     """Fields of the op that are operands or results where a weight is trained, and are not where it is frozen."""
+    joins: tuple[Equation, ...] = ()
+    """The products that it comes to, of a JoinedGemm."""
 
     def gemm_flops(self, model: ModelSpec) -> int:
         """Return the FLOPs of matrix products for one token: 2 for each weight; where a loop over tiles leads gradients
         back one more product for those of what it multiplies, and one for its own; 0 of other kernels.
         """
+        if self.joins:
+            return sum([one.gemm_flops(model) for one in self.joins])
         given, made = ([math.prod(tensor.shape(model)) for tensor in some if tensor.of_weight] for some in self[2:4])
         if self.kind is TiledMlp:
             return 2 * sum(given)
@@ -126,7 +131,7 @@ def back(*equations: Equation) -> tuple[Equation, ...]:
 
 def is_product(equation: Equation) -> bool:
     """Return whether it is a linear layer, or a product that leads back through one."""
-    return equation.kind in {Gemm, BiasedGemm}
+    return equation.kind in {Gemm, BiasedGemm, JoinedGemm}
 
 
 def is_of_weights(equation: Equation) -> bool:
@@ -168,6 +173,23 @@ def linear(
         backward.append(Equation(TokenSum, f"gradient {d(bias).name}", (gradient,), (d(bias),)))
     kept = (x, weight, bias)
     return Equation(BiasedGemm, weight.name, kept, (out,), (("form", on),), backward=tuple(backward))
+
+
+def joined(*layers: Equation) -> Equation:
+    """Return linear layers of one input as one product, and one that leads back through all, and one that makes all
+    gradients of weights; those of biases are apart.
+    """
+    led, *others = zip(*[one.backward[:2] for one in layers], strict=True)
+    biases = [sums for one in layers for sums in one.backward[2:]]
+    return _as_one(layers)._replace(backward=(_as_one(led), *map(_as_one, others), *biases))
+
+
+def _as_one(products: tuple[Equation, ...]) -> Equation:
+    first, *others = products
+    label = " ".join([first.label, *(one.label.split()[-1] for one in others)])
+    operands = tuple(dict.fromkeys([tensor for one in products for tensor in one.operands]))
+    results = tuple(dict.fromkeys([tensor for one in products for tensor in one.results]))
+    return Equation(JoinedGemm, label, operands, results, first.variant, joins=products)
 
 
 def rope(x: Tensor, out: Tensor) -> Equation:

@@ -8,7 +8,7 @@ rank does with them in turn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -21,7 +21,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of, restarted
 from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
 from sim.schedule.ir.renaming import Renaming, tokens_later
-from sim.schedule.ir.shares import computed_model, workload_of_share
+from sim.schedule.ir.shares import Share, computed_model, workload_of_share
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import checkpoint, offloaded
 from sim.schedule.model.ends import head_of
@@ -33,11 +33,20 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
-from sim.schedule.model.tensor.group import Group, alike_of, ends_bytes, group_of, own_tokens, sent_bytes, share_of
+from sim.schedule.model.tensor.group import (
+    Group,
+    alike_of,
+    copies_of,
+    ends_bytes,
+    group_of,
+    own_tokens,
+    sent_bytes,
+    share_of,
+)
 from sim.schedule.model.tiling import Tiling, block_in_tiles, whole
 from sim.schedule.model.weights.flat import Flat
 from sim.schedule.model.weights.params import Params, Replicated
-from sim.schedule.model.weights.shards import Shards, moved_bytes, rows_later, shards_of
+from sim.schedule.model.weights.shards import Ownership, Shards, moved_bytes, shards_of
 from sim.schedule.write.attention import (
     DistributedAttention,
     Shard,
@@ -126,7 +135,10 @@ def build_around(
         workload=workload,
         mesh=mesh,
         options=options.of_scope(workload.scope, mesh.tp),
-        communicators=(*of_plans, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
+        communicators=(
+            *(*of_plans, *gradients, *stages.links, *dict.fromkeys((*alike, *shards.declared))),
+            *(copies_of(mesh, options) if layers else ()),
+        ),
         claims=_claims(plans, workload, mesh, options, block, stages),
     )
 
@@ -134,7 +146,7 @@ def build_around(
         plans=plans, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=blocks,
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
-    return Schedule(header, ranks.program, replicated=not ranks.own_shards, shards_alike=ranks.shards_alike)
+    return Schedule(header, ranks.program, replicated=not ranks.own_shards, kind=ranks.kind)
 
 
 def _plans(plan: AttentionPlan | Callable[[Workload], AttentionPlan], workload: Workload) -> tuple[AttentionPlan, ...]:
@@ -153,8 +165,9 @@ def _blocks(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> t
     """Return what layers of each kind compute of a micro-batch of sequences of a form."""
     step, rows = workload.scope == "step", num_tokens(plan.shard(0).tokens)
     batch = workload.batch // options.micro_batches or 1  # of a form there is one sequence
+    products = "apart" if plan.partwise else options.products
     found = [
-        block_in_tiles(options.mlp if step else "whole", one, rows, options.modules)
+        block_in_tiles(options.mlp if step else "whole", one, rows, options.modules, products)
         for one, _ in msgspec.structs.replace(workload, batch=batch).kinds()
     ]
     return tuple([with_projections_apart(one) if plan.partwise else one for one in found])
@@ -265,24 +278,59 @@ class _Ranks:
         return Renaming(rank - one, mesh.replica(rank) * workload.batch, rows, tokens)
 
     def _rows_later(self, one: int, rank: int) -> dict[str, int] | None:
-        """Return how many rows later those are that a rank owns than those of another one: see ``rows_later``."""
+        """Return by the tensors of ports how many rows later those are that a rank owns than those of another one; None
+        where its program may differ from that one's in more.
+        """
         if not self.shards.within:
             return {}
-        share = share_of(self.mesh, rank, self.whole.model)
-        return rows_later(self.workload, self.shards, self.options, share, one, rank)
+        rows = self._owning(self.mesh.place(rank)["tp"]).rows
+        if rows is None or self.kind(one) != self.kind(rank):
+            return None
+        later = self._positions[rank] - self._positions[one]
+        return {name: each * later for name, each in rows.items()}
 
-    @property
-    def shards_alike(self) -> bool:
-        """Whether ranks of other replicas own as many rows as those in their place in the first one."""
-        mesh = self.mesh
-        others = [mesh.size - 1] if mesh.tp == 1 else range(mesh.size)  # the last one owns no more rows than any other
-        return self.own_shards and all(self._rows_later(mesh.role(rank), rank) is not None for rank in others)
+    def kind(self, rank: int) -> Hashable:
+        """See Schedule: how many tokens and rows of weights a rank has, and which of these it counts in norms; which
+        they are where it takes them from where they lie among all.
+        """
+        if self.workload.scope == "attention":
+            return 0
+        mesh, options, at = self.mesh, self.options, self._positions.get(rank, 0)
+        member = mesh.place(rank)["tp"]
+        owned = self._owning(member).kind(at) if self.workload.scope == "step" else ()
+        of_all = at if options.reduce_to == "all" else 0
+        shards_first = member if options.tp_sequence and options.tp_overlap == "shards" else 0
+        return owned, of_all, shards_first, self._num_tokens(mesh.role(rank))
+
+    @cached_property
+    def _positions(self) -> dict[int, int]:
+        """By rank which of the parts of weights it owns, where these are sharded."""
+        within = self.shards.within
+        return {rank: at for group in within.groups for at, rank in enumerate(group)} if within else {}
+
+    @cached_property
+    def _owning(self) -> Callable[[int], Ownership]:
+        """Of the members of tensor-parallel groups."""
+        parts = len(self.shards.within.groups[0]) if self.shards.within else 1
+        model, tp = self.whole.model, self.mesh.tp
+        return cache(lambda member: Ownership(self.workload, Share(model, member, tp), parts))
+
+    @cached_property
+    def _num_tokens(self) -> Callable[[int], Hashable]:
+        """How many of a rank's own tokens follow each other, by the forms of sequences."""
+
+        def counts(role: int) -> Hashable:
+            found = [self._shared(role, *one)[0] for one in zip(self.plans, self.workload.forms, strict=True)]
+            return tuple([tuple([span.size for span in tokens]) for tokens in found])
+
+        return cache(counts)
 
     def _written(self, rank: int) -> Program:
         """Return the program of the one in its place, with the shards of a rank."""
         plans, workload, mesh, options, stages = self.plans, self.workload, self.mesh, self.options, self.stages
         role = mesh.role(rank)
-        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model))
+        major = mesh.tp > 1 and options.memory_order == "sbh"
+        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model), token_major=major)
         if workload.scope == "attention":
             b.workload = workload.of_layer(0)
             return attention_program(b, plans[0].shard(role), plans[0].attention)

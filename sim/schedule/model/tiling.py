@@ -9,7 +9,7 @@ from sim.schedule.model.block import Tile, block_of
 from sim.schedule.model.equations import Block, Equation
 from sim.schedule.model.weights.params import Params
 from sim.schedule.model.write import TokenWriter
-from sim.words.options import MlpName, ModulesName
+from sim.words.options import MlpName, ModulesName, ProductsName
 from sim.words.workload import Workload
 
 Tiling = Callable[[tuple[Equation, ...], TokenWriter], Iterator[Tensor]]
@@ -30,7 +30,9 @@ def write_all(equations: tuple[Equation, ...], rows: TokenWriter, params: Params
             params.reduce(tensor.later(rows.layer), rows.values[tensor])
 
 
-def block_in_tiles(mlp: MlpName, workload: Workload, tokens: int, modules: ModulesName = "fused") -> Block:
+def block_in_tiles(
+    mlp: MlpName, workload: Workload, tokens: int, modules: ModulesName = "fused", products: ProductsName = "apart"
+) -> Block:
     """Return the block of a rank that has so many tokens of each sequence, with its MLP whole or in tiles.
 
     Sizes as published. ALST: so many tiles that one has about as many tokens as x has features, and a function of
@@ -39,8 +41,8 @@ def block_in_tiles(mlp: MlpName, workload: Workload, tokens: int, modules: Modul
     """
     batch = workload.batch
     if mlp == "whole":
-        return block_of(workload.model, None, modules)
+        return block_of(workload.model, None, modules, products)
     if mlp == "tiled":
         size = -(-batch * tokens // -(-tokens // workload.model.embed_dim))
-        return block_of(workload.model, Tile(size, saves=True), modules)
-    return block_of(workload.model, Tile(batch * max(4096 // batch, 1024), saves=False), modules)
+        return block_of(workload.model, Tile(size, saves=True), modules, products)
+    return block_of(workload.model, Tile(batch * max(4096 // batch, 1024), saves=False), modules, products)

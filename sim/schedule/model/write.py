@@ -9,7 +9,7 @@ from msgspec import UNSET
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of, restarted
-from sim.schedule.ir.ops import Accumulate
+from sim.schedule.ir.ops import Accumulate, JoinedGemm
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import View
 from sim.schedule.model.equations import Equation
@@ -41,6 +41,9 @@ class TokenWriter(NamedTuple):
         """Append the op of an equation. A result that has no place yet gets a new buffer; one that has may be added to
         what lies there, by the kernel itself or by one behind it.
         """
+        if equation.joins:
+            self._write_joined(equation, adds=equation.adds or adds)
+            return
         kind, model, values = equation.kind, self.b.workload.model, self.values
         adds = equation.adds or adds
         apart = adds and "accumulate" not in kind.__struct_fields__ and kind is not Accumulate
@@ -67,6 +70,17 @@ class TokenWriter(NamedTuple):
         for tensor, into in before.items():
             self.b.add(Accumulate(label=f"add {tensor.name}", source=values[tensor], into=into))
             values[tensor] = into
+
+    def _write_joined(self, equation: Equation, *, adds: bool) -> None:
+        """Append a product of several layers; it may be added to what lies there."""
+        values = self.values
+        for tensor in equation.results:
+            values[tensor] = values.get(tensor) or self.new(tensor)
+        products = [[values[tensor] for tensor in (*one.operands[:2], *one.results)] for one in equation.joins]
+        a, b, out = (tuple(dict.fromkeys(views)) for views in zip(*products, strict=True))
+        bias = tuple([values[tensor] for one in equation.joins for tensor in one.operands[2:]])
+        form = dict(equation.variant)["form"]
+        self.b.add(JoinedGemm(label=equation.label, form=form, a=a, b=b, out=out, bias=bias, accumulate=adds))
 
     def new(self, tensor: Tensor) -> View:
         """Return a new buffer for a tensor: of its tokens, or all rows of a weight."""

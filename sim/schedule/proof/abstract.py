@@ -90,6 +90,8 @@ class AbstractPlayer(Interpreter):
             return self._fold
         if isinstance(op, ops.TokenKernel | ops.Accumulate):
             return self._equation
+        if isinstance(op, ops.JoinedGemm):
+            return self._joined
         if isinstance(op, ops.TiledKernel):
             return self._tiled
         if isinstance(op, ops.StateKernel | ops.HostAdamW):
@@ -175,6 +177,11 @@ class AbstractPlayer(Interpreter):
             assert_never(op)
         for view, pieces in zip(op.writes, made, strict=True):
             memory.write(view, pieces)
+
+    def _joined(self, memory: AbstractMemory, op: ops.JoinedGemm) -> None:
+        """Play the product of each layer."""
+        for product in op.products:
+            self._run(memory, product)
 
     def _tiled(self, memory: AbstractMemory, op: ops.TiledKernel) -> None:
         """Play what a tile does, for all tokens as one: each token by itself, gradients of weights summed, it makes the

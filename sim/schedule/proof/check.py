@@ -11,6 +11,7 @@ of memory, by ``sim.accounts.memory``); an op that collides with itself is refus
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from sim.schedule.proof.classes import axes_of, is_proved_by_classes
 from sim.schedule.proof.contents import Unclassed
 from sim.schedule.proof.supersteps import Declined, Supersteps
 from sim.schedule.proof.wellformed import check_program
+from sim.words.mesh import Axis
 from sim.words.workload import Workload
 
 
@@ -47,17 +49,16 @@ class RankSchedule(NamedTuple):
 class Checked:
     """A schedule that ``check`` has proved, and what is derived of it; both players start from it."""
 
-    def __init__(self, schedule: Schedule, *, folds: bool = False) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.folds = folds
-        """Whether its first data-parallel replica stands for all: then that can be played alone."""
-        self._first: dict[int, Checked] = {}
+        self._some: dict[Hashable, Checked] = {}
 
-    def first(self, replicas: int) -> Checked:
-        """Return what is played for the whole schedule where so many replicas stand for all."""
-        if replicas not in self._first:
-            self._first[replicas] = Checked(self.schedule.first(replicas))
-        return self._first[replicas]
+    def at(self, places: Mapping[Axis, Sequence[int]]) -> Checked:
+        """Return what is proved, or played, for the whole schedule where ranks at some places stand for all."""
+        key = tuple([(axis, *some) for axis, some in places.items()])
+        if key not in self._some:
+            self._some[key] = Checked(self.schedule.at(places))
+        return self._some[key]
 
     @cached_property
     def matching(self) -> Matching:
@@ -100,8 +101,8 @@ def check(schedule: Schedule) -> Checked:
         if len(set(members)) < len(members) or not set(members) <= set(range(schedule.num_ranks)):
             what = f"communicator {communicator.name!r} has groups {communicator.groups}"
             raise ScheduleError(f"{what}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
-    checked = Checked(schedule, folds=folds(schedule))
-    proved = checked.first(1) if checked.folds and schedule.replicated else checked
+    checked = Checked(schedule)
+    proved = checked.at({"dp": [0]}) if folds(schedule) else checked
     if not _is_proved_by_calls(proved):
         _prove(proved)
     return checked

@@ -59,7 +59,7 @@ def classes_of(schedule: Schedule, *axes: Axis) -> Classes:
         if id(formed) not in known:
             outlines = list(map(_outline, formed.forms))
             alike = tuple([outlines[form] for form in formed.which.tolist()]), tuple(formed.buffers)
-            known[id(formed)] = alike, tuple([(one.dims, one.shape, one.dtype, one.place) for one in program.buffers])
+            known[id(formed)] = alike, tuple([(one.lies, one.shape, one.dtype, one.place) for one in program.buffers])
         ports = [(port.tensor, port.layer, port.view) for port in (*program.inputs, *program.outputs)]
         return known[id(formed)], len(program.inputs), ports
 

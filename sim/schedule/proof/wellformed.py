@@ -19,7 +19,7 @@ from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import FULL, sharing_a_pair
 from sim.schedule.ir.program import Header, Program, Schedule
 from sim.schedule.ir.tensors import dtype_of
-from sim.schedule.ir.views import Slices, Split, View, is_contiguous, parts_are_contiguous
+from sim.schedule.ir.views import Buffer, Slices, Split, View, is_contiguous, parts_are_contiguous
 from sim.schedule.model.scope import kind_of, tensor_of, with_options
 from sim.schedule.proof.contents import FAR, spell
 from sim.words.workload import Dtype, ModelSpec, Workload, accumulation_dtype
@@ -37,6 +37,9 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
                 f"rank {program.rank} buffer {buffer.name!r} has dims {buffer.dims!r} and shape {buffer.shape}: a size "
                 f"of 0 or more for each"
             )
+        if buffer.token_major and not buffer.dims.startswith("bs"):
+            named = f"rank {program.rank} buffer {buffer.name!r} of dims {buffer.dims!r}"
+            raise ScheduleError(f"{named} has no tokens that could be first in memory")
     for what, ports in (("input", program.inputs), ("output", program.outputs)):
         for port in ports:
             problem = port_problem(port, program, workload.model)
@@ -147,6 +150,8 @@ def _host_copy_problem(op: ops.HostCopy, program: Program) -> str:
         return f"takes {source.dtype} for {target.dtype}"
     if not (is_contiguous(op.source, source) and is_contiguous(op.target, target)):
         return "copies a view with gaps; copy it into a buffer first"
+    if source.lies != target.lies:
+        return f"copies from {source.lies} to {target.lies}: copy engines move bytes in their order"
     stream = ops.FETCH if target.place == "hbm" else ops.OFFLOAD
     return "" if op.stream == stream else f"is on stream {op.stream!r}: copies to {target.place} take {stream!r}"
 
@@ -213,12 +218,16 @@ def _shape_problem(op: ops.Op, program: Program) -> str:
 
 
 def _gap_problem(op: ops.Kernel | ops.HostAdamW, program: Program) -> str:
-    """Return where a view does not lie in one piece for a kernel that needs it so."""
+    """Return where a view does not lie in one piece for a kernel that needs it so, or in the order of others."""
+    first: Buffer | None = None
     for name, mark in operands(type(op)).items():
         for view in views_in(getattr(op, name)) if mark.contiguous else ():
-            if not is_contiguous(view, program.buffers[view.buffer]):
-                buffer = program.buffers[view.buffer].name
-                return f"takes for {name} a view of buffer {buffer!r} with gaps; copy it into a buffer first"
+            buffer = program.buffers[view.buffer]
+            if not is_contiguous(view, buffer):
+                return f"takes for {name} a view of buffer {buffer.name!r} with gaps; copy it into a buffer first"
+            first = first or buffer
+            if buffer.token_major != first.token_major:
+                return f"takes {name} as {buffer.lies} beside {first.lies}: copy it into a buffer of one order first"
     return ""
 
 
@@ -281,6 +290,20 @@ def _parts_of_blocks(op: ops.Attend | ops.AttendBackward) -> str:
     return ""
 
 
+def _joined_problem(op: ops.JoinedGemm, program: Program, schedule: Schedule) -> str:
+    """Return where a product of several layers has not one of each for each, or what one of them may not be."""
+    count, given, made = len(op.b), len(op.a), len(op.out)
+    wanted = (count, 1) if op.form == "nt" else (1, count)
+    if (given, made) != wanted or len(op.bias) not in {0, count} or not count:
+        return f"takes {given} times {count} for {made} with {len(op.bias)} biases in form {op.form}: of one side one"
+    if op.bias and (op.form != "nn" or op.accumulate):
+        return f"adds a bias in form {op.form}: allowed is nn, alone"
+    problems = (
+        _shape_problem(product, program) or _rule_problem(product, program, schedule) for product in op.products
+    )
+    return next(filter(None, problems), "")
+
+
 def _attention_problem(op: ops.AttentionKernel | ops.LinearKernel, workload: Workload) -> str:
     """Return what does not fit of a kernel of attention."""
     computes = "linear" if workload.attention == "linear" else "softmax"
@@ -324,6 +347,8 @@ def _rule_problem(op: ops.Kernel, program: Program, schedule: Schedule) -> str:
         return rotated or _number_problem(
             "theta", op.theta, "rope_theta of the model", *[one.rope_theta for one in kinds]
         )
+    if isinstance(op, ops.JoinedGemm):
+        return _joined_problem(op, program, schedule)
     if isinstance(op, ops.BiasedGemm):
         return "" if op.form == "nn" and not op.accumulate else f"adds a bias in form {op.form}: allowed is nn, alone"
     if isinstance(op, ops.RmsNorm | ops.EagerNorm):
@@ -424,9 +449,10 @@ def _collision(op: ops.Op, reads: tuple[View, ...], writes: tuple[View, ...], pr
     """
     if len({view.buffer for view in (*reads, *writes)}) == len(reads) + len(writes):
         return ""
-    in_place = {
+    updated = [
         getattr(op, name) for name, mark in operands(type(op)).items() if mark.is_written and mark.is_read_by(op)
-    }
+    ]
+    in_place = {view for value in updated for view in views_in(value)}
     pairs = [*combinations(writes, 2), *((a, b) for a in reads for b in writes if not (a == b and a in in_place))]
     for a, b in pairs:
         if a.buffer == b.buffer and overlap(a.slices, b.slices):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -63,13 +63,24 @@ class ProgramBuilder:
     written many times, as layers are, is written by ``call``.
     """
 
-    def __init__(self, rank: int, workload: Workload, replicas: int = 1, share: Share | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        workload: Workload,
+        replicas: int = 1,
+        share: Share | None = None,
+        *,
+        token_major: bool = False,
+    ) -> None:
         self.rank = rank
         self.workload = workload
         self.share = share or Share(workload.model)
         """Of the weights of the whole model; that of the workload is what the rank has of it."""
         self.replicas = replicas
         """How many do the same with sequences of their own."""
+        self._token_major: Literal[True] | msgspec.UnsetType = True if token_major else msgspec.UNSET
+        """Whether what is of tokens, and of no heads, is so in memory: see ``Buffer``. Attention takes heads of one
+        sequence after the other."""
         self.of_batch = workload
         """Of all sequences; ``workload`` is that of those which are at hand, where they differ."""
         self.labels = replicas * workload.num_labels
@@ -216,10 +227,25 @@ class ProgramBuilder:
     ) -> View:
         """Return the whole of a new buffer. Where its name says the layer, that is given apart."""
         buffer = Buffer(name=name, dims=dims, shape=tuple(shape), dtype=dtype, category=category, place=place)
+        return self._add_buffer(buffer, layer)
+
+    def _add_buffer(self, buffer: Buffer, layer: int | None = None) -> View:
+        """Return the whole of a buffer that is described."""
         if layer is not None:
             self._layers[len(self._buffers)] = layer
         self._buffers.append(self._alike.setdefault(buffer, buffer))
-        return View(len(self._buffers) - 1, tuple([(0, extent) for extent in shape]))
+        return View(len(self._buffers) - 1, tuple([(0, extent) for extent in buffer.shape]))
+
+    def activation(
+        self, tensor: Tensor, tokens: int, dtype: Dtype, category: Category, layer: int | None = None
+    ) -> View:
+        """Return a new buffer for so many tokens of a tensor without heads, in the software's order of memory."""
+        shape = (self.batch.size, tokens, *tensor.shape(self.workload.model))
+        major = self._token_major if self.batch.size > 1 else msgspec.UNSET
+        buffer = Buffer(
+            name=tensor.name, dims=tensor.dims, shape=shape, dtype=dtype, category=category, token_major=major
+        )
+        return self._add_buffer(buffer, layer)
 
     def tensor(self, name: str, tokens: int, heads: int, category: Category, dtype: Dtype | None = None) -> View:
         """Return a new (B, tokens, heads, D) buffer, by default in the model's data type."""
@@ -234,7 +260,8 @@ class ProgramBuilder:
     def like(self, name: str, view: View, category: Category, dtype: Dtype | None = None, place: Place = "hbm") -> View:
         """Return a new buffer with the shape and dims of a view, by default with its data type too."""
         buffer = self._buffer(view)
-        return self.buffer(name, buffer.dims, view.shape, dtype or buffer.dtype, category, place)
+        given = {"name": name, "shape": view.shape, "dtype": dtype or buffer.dtype, "category": category}
+        return self._add_buffer(msgspec.structs.replace(buffer, **given, place=place))
 
     def like_all(
         self,
@@ -261,8 +288,7 @@ class ProgramBuilder:
 
     def elsewhere(self, view: View, place: Place) -> View:
         """Return a new buffer like a whole one, in the GPU's memory or its host's."""
-        buffer, layer = self._buffer(view), self._layers.get(view.buffer)
-        return self.buffer(buffer.name, buffer.dims, buffer.shape, buffer.dtype, buffer.category, place, layer)
+        return self._add_buffer(msgspec.structs.replace(self._buffer(view), place=place), self._layers.get(view.buffer))
 
     def whole(self, view: View) -> View:
         """Return the whole of a view's buffer."""
@@ -318,17 +344,14 @@ class ProgramBuilder:
         """Return a new buffer for so many tokens of a tensor, with all of its heads, or so many rows of a weight, which
         may be in host memory.
         """
-        model, name, shape = self.workload.model, tensor.name, tensor.shape(self.workload.model)
+        model, name, dtype = self.workload.model, tensor.name, dtype_of(tensor, self.workload.dtype)
         if tensor.of_weight:
-            category = _CATEGORIES[tensor.kind]
-            dtype = dtype_of(tensor, self.workload.dtype)
-            return self.buffer(name, tensor.dims, (extent, *shape[1:]), dtype, category, place, tensor.layer)
+            shape, category = (extent, *tensor.shape(model)[1:]), _CATEGORIES[tensor.kind]
+            return self.buffer(name, tensor.dims, shape, dtype, category, place, tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
         if heads:
-            dtype = dtype_of(tensor, self.workload.dtype)
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention", dtype)
-        shape, dtype = (self.batch.size, extent, *shape), dtype_of(tensor, self.workload.dtype)
-        return self.buffer(name, tensor.dims, shape, dtype, "saved" if is_saved else "other")
+        return self.activation(tensor, extent, dtype, "saved" if is_saved else "other")
 
     def input_of(self, tensor: Tensor, tokens: Tokens, place: Place = "hbm") -> View:
         """Return a buffer that holds these tokens of a tensor, or rows of a weight, when the program starts."""

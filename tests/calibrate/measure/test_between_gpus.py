@@ -43,6 +43,7 @@ def test_every_kind_is_timed_among_every_number_of_gpus() -> None:
     assert len(between_cases(6, quick=True)) == len(cases) / 3
 
 
+@pytest.mark.sweep
 def test_its_steps_begin_with_it_where_there_are_several_gpus() -> None:
     labels = [step.label for step in calibration(8).steps()]
     first = labels.index("launch")

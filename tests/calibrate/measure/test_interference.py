@@ -163,6 +163,7 @@ def test_a_profile_from_before_interference_was_measured_still_loads() -> None:
     assert msgspec.convert(old, Profile) == profile([], [], {})
 
 
+@pytest.mark.sweep
 def test_only_a_full_calibration_measures_interference() -> None:
     for quick in (True, False):
         with HostCalibration(Plan("host", TINY, ("fp32",), quick=quick, command="test")) as calibration:

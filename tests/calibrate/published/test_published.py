@@ -246,6 +246,7 @@ def all_reduce_s(cluster: Cluster, profile: Profile | None, ranks: int, nbytes: 
     return sum(phase.seconds for phase in phases)
 
 
+@pytest.mark.sweep
 def test_all_reduce_across_nodes() -> None:
     """Large sizes come back; 64 MiB on each number of nodes is what the other numbers of nodes say, within 15 %."""
     profile = load_profile("a100-sxm")

@@ -90,6 +90,7 @@ def test_a_ring_that_was_not_measured_has_the_rate_of_its_channels() -> None:
     assert ring / pair == pytest.approx(4, rel=0.1)
 
 
+@pytest.mark.sweep
 @given(nbytes=integers(1, 2**34), more=integers(1, 2**34), ranks=integers(2, 600))
 def test_a_busiest_channel_never_has_fewer_bytes_of_a_larger_message(nbytes: int, more: int, ranks: int) -> None:
     for nodes in {1, -(-ranks // 8)}:

@@ -16,8 +16,9 @@ from sim.engine.costs.kernel_table import KernelTable
 from sim.engine.costs.phases import Activity, Flow, Latency, Wait
 from sim.engine.costs.series import Figures, Series, Work
 from sim.engine.costs.transfer_table import waits_s
+from sim.engine.play.fold import Fold
 from sim.engine.play.simulate import simulate
-from sim.engine.results.report import floors
+from sim.engine.results.floors import floors
 from sim.schedule.derive.kernels import KernelUse, attention_use
 from sim.schedule.ir.masks import CAUSAL, FULL, DocumentBlock, Span
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message
@@ -222,6 +223,7 @@ def test_no_lookup_is_below_the_peak(sizes: list[int], efficiencies: list[float]
         assert series.seconds(work, on) == pytest.approx(time)
 
 
+@pytest.mark.sweep
 @given(
     st.lists(st.floats(0.05, 1.0), min_size=4, max_size=4),
     st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3),
@@ -243,7 +245,7 @@ def test_no_measured_prediction_is_below_a_floor(
     workload = Workload(model=make_model(8, 4, 64), seq=512 * ranks)
     checked, cluster = make_checked(name, workload, ranks), Cluster(SPEC)
     step_s = simulate(checked, cluster, profile(*points)).trace.step_time_s
-    for resource, lower in floors(checked, cluster).items():
+    for resource, lower in floors(Fold(checked, cluster)).items():
         assert step_s >= lower * (1 - 1e-9), resource
 
 

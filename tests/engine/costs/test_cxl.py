@@ -102,12 +102,14 @@ def test_a_step_fits_by_both_tiers_and_pays_for_the_slower_one(profile: str | No
     assert simpy.step_time_s == found[2].step_time_s
 
 
+@pytest.mark.sweep
 def test_what_is_too_much_for_a_tier_is_said() -> None:
     found = predict(**STEP, cluster=with_cxl(2**40, share=0.9, capacity_bytes=10**9, bytes_per_s=2e10))
     assert found.fits is False
     assert any("and has 1 GB behind CXL" in note for note in found.figures.evidence.notes)
 
 
+@pytest.mark.sweep
 def test_its_rate_has_an_elasticity() -> None:
     found = predict(**STEP, cluster=with_cxl(2**40, share=0.5, bytes_per_s=5e9))
     assert found.bound_by == "cxl"

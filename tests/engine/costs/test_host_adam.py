@@ -118,6 +118,7 @@ STEP = longstep.Setup(
 )
 
 
+@pytest.mark.sweep
 def test_who_names_none_has_that_of_zero_offload_and_is_told() -> None:
     unnamed = STEP.predicted()
     named = {

@@ -132,6 +132,7 @@ def test_measured_transfers_come_back(name: str) -> None:
     assert len(exceptions) <= 0.16 * len(asked(name))  # of H200 15.5 %, of H100 4.7 %
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"a100-sxm", "h800-ultraattn"}, PUBLISHED))
 def test_no_measured_transfer_is_below_its_floor(name: str) -> None:
     for one in asked(name):

@@ -66,6 +66,7 @@ def machines() -> list[Machine]:
     uneven = {gpu: PerGpu(speed=1 - gpu % 5 / 50) for gpu in range(16)}
     return [
         Machine(spec("hgx-h100"), load_profile("h100-sxm"), "bf16"),
+        Machine(spec("hgx-h100"), msgspec.structs.replace(load_profile("h100-sxm"), one_queue=True), "bf16"),
         Machine(spec("hgx-b200"), load_profile("b200-sxm"), "bf16"),
         Machine(spec("dgx-a100", nodes=4, gpus_per_node=4), load_profile("a100-sxm"), "bf16"),
         Machine(spec("hgx-h100", nodes=4, gpus_per_node=4, per_gpu=uneven), None, "bf16"),
@@ -209,14 +210,19 @@ def test_both_engines_play_random_programs_alike(
     require_equal(Cell(Checked(schedule), Cluster(spec), None, Jitter(share, 1)))
 
 
+@pytest.mark.sweep
 @requires_compiler
-@pytest.mark.parametrize(("overlap", "sequence"), [("none", True), ("shards", True), ("gradients", False)])
+@pytest.mark.parametrize(
+    ("overlap", "sequence"), [("none", True), ("shards", True), ("chunks", True), ("gradients", False)]
+)
 def test_both_engines_play_tensor_parallelism_alike(overlap: TensorOverlap, sequence: bool) -> None:
     workload = Workload(model=make_model(8, 4), seq=1024, dtype="bf16", scope="step", layers=2)
     entry = SCHEDULES["ring"]
     options = dataclasses.replace(entry.options, tp_overlap=overlap, tp_sequence=sequence)
     checked = check(entry.schedule(workload, Mesh(tp=4, ring=2), options))
-    require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), load_profile("h100-sxm"), Jitter(0.1, 1)))
+    for one_queue in (False, True):
+        profile = msgspec.structs.replace(load_profile("h100-sxm"), one_queue=one_queue)
+        require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), profile, Jitter(0.1, 1)))
 
 
 def all_at_once(ranks: int, times: int) -> Schedule:

@@ -122,6 +122,46 @@ def sharded(seed: int, count: int) -> Iterator[Cell]:
         count -= 1
 
 
+MEMBERS: tuple[dict[str, str], ...] = (
+    {}, {"tp_sequence": "false"}, {"tp_overlap": "gradients"}, {"tp_overlap": "shards"}, {"checkpoint": "full"},
+    {"pipeline_schedule": "zb-h1"}, {"loss": "chunked"}, {"optimiser": "host"},
+)  # fmt: skip
+PARALLEL = (
+    ("single", Mesh(tp=4)), ("ring", Mesh(tp=2, ring=2)), ("zigzag", Mesh(pp=2, tp=4, ring=2)), ("single", Mesh(tp=8)),
+    ("ulysses", Mesh(tp=2, ulysses=2, dp=2)), ("usp", Mesh(tp=2, ring=2, ulysses=2)),
+    ("single", Mesh(pp=2, tp=4, dp=2)), ("allgather", Mesh(tp=4, ring=2, dp=2)),
+    ("single", Mesh(tp=4, dp=4, order=("pp", "ring", "ulysses", "tp", "dp"))),
+)  # fmt: skip
+
+
+def parallel(seed: int, count: int) -> Iterator[Cell]:
+    """Random layers and steps of tensor-parallel groups, which lie in a node, over nodes or beside another one."""
+    draw = random.Random(seed)
+    while count:
+        (name, mesh), sharded = draw.choice(PARALLEL), draw.choice(SHARDED[:-1])
+        entry, step, more = names.entry(name), draw.random() < 0.8, draw.choice(MEMBERS)
+        chosen = names.options(entry, name, list((sharded | more).items()) if step else [], "")
+        workload = Workload(
+            model=make_model(8, draw.choice([2, 4, 8, 8, 8]), dtype="bf16"), seq=512 * draw.choice([1, 16]),
+            batch=2, dtype="bf16", scope="step" if step else "layer", layers=mesh.pp * draw.choice([1, 2]),
+        )  # fmt: skip
+        try:
+            checked = Checked(entry.schedule(workload, mesh, chosen, Hints()))
+        except InputError:
+            continue
+        cluster = draw.choice(["hgx-h100", "hgx-h100", "gb200-nvl72", "l20-pcie"])
+        found = load_cluster(cluster)
+        fit = [size for size in (1, 2, 4, 8, 16) if size <= min(mesh.size, found.gpus_per_node)]
+        per_node = draw.choice([size for size in fit if size >= mesh.tp or draw.random() < 0.1] or fit)
+        slow = tuple(draw.sample(range(mesh.size), draw.choice([0, 0, 1])))
+        spec = machine(cluster, mesh.size // per_node, per_node, slow)
+        if more.get("optimiser") == "host" and spec.socket is None:
+            continue
+        profile = load_profile(found.profile) if found.profile and draw.random() < 0.7 else None
+        yield Cell(checked, spec, profile, draw.choice([STEADY, STEADY, STEADY, Jitter(0.1, seed)]))
+        count -= 1
+
+
 def both(cell: Cell, engine: Engine) -> tuple[Simulation, Simulation]:
     """Return a schedule as it is played, and all of its ranks."""
     checked, spec, profile, jitter = cell
@@ -132,7 +172,7 @@ def both(cell: Cell, engine: Engine) -> tuple[Simulation, Simulation]:
 
 
 def require_equal(cell: Cell, engine: Engine) -> int:
-    """Hold a folded play to one of all ranks; return how many replicas were left out."""
+    """Hold a folded play to one of all ranks; return how many ranks were left out."""
     folded, meant = both(cell, engine)
     starts, what = meant.trace.ops.starts, str((cell.checked.schedule.header, cell.spec))
     ops = np.concatenate([np.arange(starts[rank], starts[rank + 1]) for rank in folded.trace.numbers])
@@ -144,8 +184,8 @@ def require_equal(cell: Cell, engine: Engine) -> int:
     if saves[0] != pytest.approx(saves[1], rel=1e-12):
         require_same_where_others_win(folded, meant, what)
     assert found == expected, what
-    assert len(notes[0] - notes[1]) == (folded.trace.num_ranks < meant.trace.num_ranks)
-    return meant.checked.schedule.header.mesh.dp - folded.fold.checked.schedule.header.mesh.dp
+    assert len(notes[0] - notes[1]) == len(folded.fold.played)
+    return meant.trace.num_ranks - folded.trace.num_ranks
 
 
 def require_same_where_others_win(folded: Simulation, meant: Simulation, what: str) -> None:
@@ -183,27 +223,43 @@ def test_folded_steps_with_shards_over_replicas_are_those_of_all_ranks(seed: int
     assert sum(map(bool, left_out)) > count / 2
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 4), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in (1, 2))]
+)
+def test_folded_members_of_tensor_parallel_groups_are_those_of_all_ranks(seed: int, count: int) -> None:
+    engines: tuple[Engine, ...] = ("auto", "simpy")
+    left_out = [require_equal(cell, engines[number % 2]) for number, cell in enumerate(parallel(seed, count))]
+    assert sum(map(bool, left_out)) > count / 3
+
+
 def layers(dp: int, ranks: int = 2, seq: int = 1024) -> Checked:
     workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=seq, dtype="bf16", scope="layer", layers=2)
     return check(ulysses.build(workload, Mesh(dp=dp, ulysses=ranks)))
 
 
+@pytest.mark.sweep
 def test_one_slow_gpu_splits_its_replica_off() -> None:
     """Of five replicas the fourth has a slow GPU: the first stands for the others, and all wait for the slow one."""
     checked, even = layers(5, seq=2**16), machine("hgx-h100", 5, 2)
     slow = msgspec.structs.replace(even, per_gpu={7: PerGpu(speed=0.5)})
     found = Prepared(checked).play(Cluster(slow), None)
-    assert found.fold.replicas == (0, 3)
+    assert found.fold.played == {"dp": {0: [0, 1, 2, 4], 3: [3]}}
     assert list(found.trace.numbers) == [0, 1, 6, 7]
     assert report(found).critical_rank == 7
     assert any("numbers 0, 3" in note for note in report(found).evidence.notes)
     assert found.trace.step_time_s > Prepared(checked).play(Cluster(even), None).trace.step_time_s
-    assert require_equal(Cell(checked, slow, None, STEADY), "simpy") == 3
+    assert require_equal(Cell(checked, slow, None, STEADY), "simpy") == 6
 
 
 def test_two_slow_gpus_at_one_place_are_one_class() -> None:
     slow = msgspec.structs.replace(machine("hgx-h100", 5, 2), per_gpu=dict.fromkeys((3, 7), PerGpu(speed=0.5)))
-    assert Prepared(layers(5)).play(Cluster(slow), None).fold.replicas == (0, 1)
+    assert Prepared(layers(5)).play(Cluster(slow), None).fold.played == {"dp": {0: [0, 2, 4], 1: [1, 3]}}
+
+
+def replicas(checked: Checked, cluster: Cluster) -> tuple[int, ...]:
+    """Return which replicas are played where not all are."""
+    return tuple(fold(checked, cluster).played.get("dp", ()))
 
 
 @pytest.mark.parametrize(
@@ -217,14 +273,14 @@ def test_two_slow_gpus_at_one_place_are_one_class() -> None:
 )
 def test_replicas_fold_by_whole_nodes(per_node: int, dp: int, played: tuple[int, ...]) -> None:
     nodes = -(-2 * dp // per_node)
-    assert fold(layers(dp), Cluster(machine("hgx-h100", nodes, per_node))).replicas == played
+    assert replicas(layers(dp), Cluster(machine("hgx-h100", nodes, per_node))) == played
 
 
 def test_a_placement_that_mixes_replicas_does_not_fold() -> None:
     checked, spec = layers(4), machine("hgx-h100", 4, 2)
-    assert fold(checked, Cluster(spec, [6, 7, 4, 5, 0, 1, 2, 3])).replicas == (0,)
-    assert not fold(checked, Cluster(spec, [1, 0, 2, 3, 4, 5, 6, 7])).replicas
-    assert not fold(checked, Cluster(spec, [0, 2, 1, 3, 4, 6, 5, 7])).replicas
+    assert replicas(checked, Cluster(spec, [6, 7, 4, 5, 0, 1, 2, 3])) == (0,)
+    assert not replicas(checked, Cluster(spec, [1, 0, 2, 3, 4, 5, 6, 7]))
+    assert not replicas(checked, Cluster(spec, [0, 2, 1, 3, 4, 6, 5, 7]))
 
 
 def test_replicas_on_a_cpu_host_are_all_played_and_that_is_said() -> None:

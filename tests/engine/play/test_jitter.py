@@ -18,7 +18,9 @@ from sim.engine.play.jitter import CHIPS, HANDOFFS, STEADY, Jitter
 from sim.engine.play.simulate import Engine, Simulation, simulate
 from sim.engine.results.report import report
 from sim.schedule.ir import ops
-from sim.schedule.proof.check import Checked
+from sim.schedule.methods import single
+from sim.schedule.proof.check import Checked, check
+from sim.words.mesh import Mesh
 from sim.words.profile import at_rates, load_profile
 from sim.words.workload import Workload, load_model
 from tests.helpers import make_checked
@@ -75,9 +77,9 @@ def test_the_slowest_gpu_of_a_job_sets_the_pace_of_kernels_at_the_power_limit() 
 def test_gpus_of_a_role_are_the_slowest_of_its_replicas(among: int) -> None:
     """Over 400 seeds the factor has the mean and the scatter of the largest of so many normal draws."""
     mean, scatter = {1: (0.0, 1.0), 16: (1.766, 0.543)}[among]
-    schedule = make_checked("allgather", msgspec.structs.replace(WORK, passes="forward"), 1)
+    schedule = check(single.build(msgspec.structs.replace(WORK, passes="forward"), Mesh(dp=among)))
     cluster, profile = Cluster(load_cluster("hgx-h100")), at_rates(load_profile("h100-sxm"), "sustained")
-    cost, folded = CostModel(cluster, profile), Fold(schedule, cluster, (0,), (among,))
+    cost, folded = CostModel(cluster, profile), Fold(schedule.at({"dp": [0]}), cluster, {"dp": {0: range(among)}})
     drawn = [np.log(Jitter(1e-300, seed).stretch(folded, cost)).max(initial=-1.0) / CHIPS for seed in range(400)]
     assert np.mean(drawn) == pytest.approx(mean, abs=4 * scatter / 20)
     assert np.std(drawn) == pytest.approx(scatter, rel=0.2)
@@ -128,6 +130,7 @@ def test_the_step_is_the_median_of_its_seeds(zigzag: Checked) -> None:
     assert whole == pytest.approx((part[0] - steps[2] + steps[0], part[1] + steps[4] - steps[2]))
 
 
+@pytest.mark.sweep
 def test_races_that_decide_a_step_are_told() -> None:
     """With memory 6.1 times as fast the kernel before attention's backward grid takes as long as a launch: who comes
     first decides a quarter of the step (104 or 131 ms without noise). Without a race nothing is said.

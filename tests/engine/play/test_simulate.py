@@ -13,9 +13,11 @@ from msgspec import UNSET, UnsetType
 from sim.accounts.breakdown import breakdown
 from sim.accounts.trace import Trace
 from sim.base.errors import InputError
+from sim.engine.play.fold import Fold
 from sim.engine.play.network import _SLACK
 from sim.engine.play.simulate import simulate
-from sim.engine.results.report import floors, report
+from sim.engine.results.floors import floors
+from sim.engine.results.report import report
 from sim.schedule.ir.masks import FULL, Span
 from sim.schedule.ir.ops import OFFLOAD, AllGather, Attend, HostSync
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
@@ -70,7 +72,7 @@ def test_ranks_run_where_they_are_placed() -> None:
     inside, across = simulate(two, cluster, None), simulate(two, cluster, None, placement=(0, 2))
     assert inside.trace.step_time_s == pytest.approx(2 * BLOCK_S + MERGE_S, rel=1e-6)
     assert across.trace.step_time_s == pytest.approx(4 * BLOCK_S + MERGE_S, rel=1e-6)
-    assert floors(two, across.cluster)["nic"] == pytest.approx(3 * BLOCK_S)
+    assert floors(Fold(two, across.cluster))["nic"] == pytest.approx(3 * BLOCK_S)
     slow = simulate(two, cluster, None, placement=(3, 2)).trace
     assert slow.step_time_s == pytest.approx(2 * (2 * BLOCK_S + MERGE_S), rel=1e-6), "its second block ends last"
     again = simulate(ring(4), cluster, None, placement=range(4))
@@ -273,6 +275,7 @@ def test_a_cluster_without_host_memory_says_so() -> None:
         step_s(host_copies(1), make_cluster_spec(1))
 
 
+@pytest.mark.sweep
 def test_building_and_simulating_twice_gives_the_same_bits() -> None:
     spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2, per_gpu={3: PerGpu(speed=0.9)})
     workload = Workload(model=make_model(16, 16), seq=16 * 64, dtype="bf16")
@@ -344,7 +347,7 @@ def test_no_prediction_is_below_a_floor_or_above_the_sum(machine: tuple[Checked,
     cluster = Cluster(spec)
     simulation = simulate(checked, cluster, None)
     found: Trace = simulation.trace
-    for name, lower in floors(checked, cluster).items():
+    for name, lower in floors(Fold(checked, cluster)).items():
         assert found.step_time_s >= lower / _SLACK * (1 - 1e-12), name  # so much too full a link may be
     held = 3 * spec.gpu.communication_sms / spec.gpu.sms  # a ring has two communicators at work, Ulysses one
     slowest = min((special.speed for special in spec.per_gpu.values()), default=1.0)

@@ -24,6 +24,7 @@ def path_of(checked: Checked, **changes: Any) -> list[Span]:
     return critical_path(simulate(checked, Cluster(make_cluster_spec(**changes)), None))
 
 
+@pytest.mark.sweep
 @requires_compiler
 @pytest.mark.parametrize("count", [pytest.param(6, id="few"), pytest.param(200, id="many", marks=pytest.mark.slow)])
 def test_spans_follow_each_other_from_the_start_to_the_end(count: int) -> None:

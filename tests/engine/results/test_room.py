@@ -67,6 +67,7 @@ def test_what_is_saved_is_what_the_forward_pass_leaves() -> None:
     assert max(of["full"]["attention"]) > 0
 
 
+@pytest.mark.sweep
 def test_it_fits_or_not_or_is_at_the_limit() -> None:
     """By capacity: what buffers hold and the constant, more or less what that is known to."""
     plain = figures()
@@ -90,6 +91,7 @@ def test_it_fits_or_not_or_is_at_the_limit() -> None:
     assert figures(exact[0].replace(str(peak), str(peak - 1)), *exact[1:]).fits is False
 
 
+@pytest.mark.sweep
 def test_the_hosts_memory_is_limited() -> None:
     """Both GPUs are on one socket."""
     options = ("schedule.activations=host",)

@@ -36,6 +36,7 @@ def by_replays(simulation: Simulation) -> dict[str, float]:
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", [pytest.param(4, id="few"), pytest.param(200, id="many", marks=pytest.mark.slow)])
 def test_elasticities_are_central_differences_or_say_that_the_bound_changes(count: int) -> None:
     """To 0.03. Of 2,138 elasticities of 200 steps 9 were farther off and 68 said so, those 9 among them."""
@@ -100,6 +101,7 @@ def test_elasticities_take_one_play(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(figures_of(found.cluster.spec, found.profile)) > 10
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", [pytest.param(5, id="few"), pytest.param(100, id="many", marks=pytest.mark.slow)])
 def test_the_bound_is_what_saves_most_when_it_is_doubled(count: int) -> None:
     """Of 100 steps 97 were; where a step is bound by imbalance, the most of all figures saves that of its kernels."""
@@ -133,6 +135,7 @@ def test_known_bounds(schedule: str, seq: str, changes: dict[str, Any], bounds: 
     assert predicted(schedule, seq, **changes).bound_by == bounds
 
 
+@pytest.mark.sweep
 def test_a_link_that_another_one_masks_is_named() -> None:
     """PCIe has 55 GB/s behind a NIC of 50: twice the NIC is masked by it, and twice both saves what a replay says."""
     found = predicted("zigzag", "32K", gpus=16, nodes=2)
@@ -145,6 +148,7 @@ def test_a_link_that_another_one_masks_is_named() -> None:
     assert "pcie" not in saves
 
 
+@pytest.mark.sweep
 def test_without_a_compiler_plays_tell_the_bound_and_elasticities_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = predicted("zigzag", "32K", gpus=16, nodes=2).simulation
     by_one_play = bound(found)

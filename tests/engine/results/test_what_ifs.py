@@ -42,6 +42,7 @@ FEW_AND_MANY = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sweep
 @FEW_AND_MANY
 def test_twice_a_rate_hardly_makes_a_step_slower(count: int) -> None:
     """At most one in a hundred steps by more than 1 %, none by more than 5 %. Excused are steps that a race decides, as
@@ -71,6 +72,7 @@ def hardly_slower(count: int, steps: Iterable[tuple[Prediction, Prediction, str]
     assert len(excused) <= count // 100, excused
 
 
+@pytest.mark.sweep
 @FEW_AND_MANY
 def test_one_slow_gpu_hardly_costs_more_than_all_unless_the_answer_says_why(count: int) -> None:
     """One in thirty steps at most takes more than 1 % longer. All but one in a hundred tell of kernels that hold SMs

@@ -26,6 +26,7 @@ def test_a_world_like_the_first_one_takes_the_same(seed: int, count: int) -> Non
             assert not one.turned, str(checked.schedule.header)
 
 
+@pytest.mark.sweep
 @requires_compiler
 def test_a_machine_twice_as_good_in_all_takes_half_as_long() -> None:
     """At the rates of datasheets, whatever shares what; and more worlds than one play carries are two plays."""

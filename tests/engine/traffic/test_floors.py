@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from sim.engine.play.facts import part_bytes
-from sim.engine.results.report import floors
+from sim.engine.play.fold import Fold
+from sim.engine.results.floors import floors
 from sim.engine.traffic.collectives import link_traffic
 from sim.engine.traffic.least import least_seconds, needs, rate
 from sim.schedule.ir.ops import OFFLOAD, Collective, CollectiveName, HostCopy
@@ -64,7 +65,7 @@ def test_totals_are_the_sums_over_all_ops(name: str) -> None:
             spec = load_cluster(machine)
             cluster = Cluster(msgspec.structs.replace(spec, nodes=2, gpus_per_node=2) if spec.nic else spec)
             assert checked is not None
-            assert floors(checked, cluster) == pytest.approx(floors_by_the_op(checked, cluster), rel=1e-12)
+            assert floors(Fold(checked, cluster)) == pytest.approx(floors_by_the_op(checked, cluster), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", get_args(CollectiveName))

@@ -106,6 +106,7 @@ WHAT_IFS = {8: [[("nic.per_node", "4")], [("nic.per_node", "2")], [("nic.per_nod
             72: [[("nic.per_node", "36")], [("nic.per_node", "18")]]}  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"h100-sxm"}, PUBLISHED))
 def test_fewer_nics_are_not_faster(name: str) -> None:
     """Where it was measured over NICs; all are no faster than any algorithm at the NICs' rates."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from experiments.evidence.papers.cases import FOLDER, case_fields, read_cases, setup_of
+from experiments.evidence.papers.cases import FOLDER, case_fields, read_cases, setup_of, written_cases
 from experiments.evidence.papers.published import predicted
 from sim.base.errors import InputError
 from sim.base.presets import preset_names
@@ -39,7 +39,10 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
             continue
         named = {
             name: getattr(found, name)
-            for name in ("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention", "allocator")
+            for name in (
+                *("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention", "allocator"),
+                "one_queue",
+            )
         }
         kernel = found.attention and found.attention.kernel
         of_it = attending(known, kernel, case.setup.resolved().spec.gpu.chip) if kernel else known
@@ -49,7 +52,7 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
 @pytest.mark.parametrize("name", preset_names(FOLDER))
 def test_every_set_of_times_that_ships_is_of_one_software(name: str) -> None:
     """Its bias is of that; nanotron's two forms of sharding are of one code, and ops alone are of no software."""
-    cases = [case for case in read_cases(name)[1] if case.alone is None]
+    cases = [case for case in written_cases(name)[1] if case.alone is None]
     assert all(case.setup.software is not None for case in cases)
     said = {load_software(case.setup.software).said.partition(",")[0] for case in cases if case.setup.software}
     assert len(said) == (1 if cases else 0), said

@@ -22,6 +22,7 @@ def skews(planners: list[str], lengths: tuple[int, ...], gpus: int, profile: str
     return executed_skews(longstep.balance(setup, lengths, planners), repeats)
 
 
+@pytest.mark.sweep
 def test_the_last_rank_of_a_contiguous_ring_attends_most() -> None:
     """Of two ranks with one document the second has 3/4 of the pairs, and striped ones have as many each."""
     ring, striped = skews(["ring", "striped"], (768,), 2, "datasheet", 2)

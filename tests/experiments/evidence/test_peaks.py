@@ -22,12 +22,13 @@ def sizes(text: str) -> list[float]:
     return [float(number) * units[unit] for number, unit in re.findall(r"([\d.]+) (MiB|GiB)", text)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "command",
     [
         ("simulate", "--schedule", "ring,zigzag"),
         pytest.param(("ladder", "--most", "64K", "--techniques", "FSDP"), marks=pytest.mark.sweep),
-        pytest.param(("plan", "--schedule", "ring", "--set", "schedule.mlp=whole"), marks=pytest.mark.sweep),
+        pytest.param(("plan", "--schedule", "ring", "--set", "schedule.mlp=whole"), marks=pytest.mark.slow),
     ],
 )
 def test_peak_what_is_beside_it_and_what_is_left_are_all_of_a_gpu(

@@ -33,7 +33,7 @@ from sim.setup.names import DATASHEET
 from sim.setup.setup import Setup
 from tests.experiments.evidence.case_files import OPS, OWN, one_case
 from tests.experiments.pages.reading import HOSTILE, Read, loads_nothing
-from tests.helpers import trace_of
+from tests.helpers import slow_but, trace_of
 
 
 def prediction(step_s: float, measured_s: float, schedule: str = "ring", **fields: str) -> CasePrediction:
@@ -196,7 +196,7 @@ def test_cases_are_predicted_by_workers_that_are_no_forks(monkeypatch: pytest.Mo
     assert found.predicted_s > 0
 
 
-@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("ended_by", slow_but({signal.SIGKILL}, [signal.SIGTERM, signal.SIGKILL]))
 @pytest.mark.gloo
 def test_no_worker_outlives_its_command(ended_by: signal.Signals) -> None:
     script = "from experiments.verbs.cli import main; main(['evaluate', 'usp_l20'])"

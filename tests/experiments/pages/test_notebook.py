@@ -66,6 +66,7 @@ def require_drawn(html: str, charts: list[dict[str, Any]]) -> None:
     assert shown.texts["td"][-len(cells) :] == cells
 
 
+@pytest.mark.sweep
 def test_a_prediction_has_the_charts_of_the_page() -> None:
     asked = {**TINY, "schedule": "ring"}
     parts = {
@@ -83,6 +84,7 @@ def test_any_prediction_can_be_drawn(asked: dict[str, Any]) -> None:
     assert "where the step of" in longstep.predict(**{"schedule": "ring", **TINY, **asked})._repr_html_()
 
 
+@pytest.mark.sweep
 def test_a_sweep_has_the_charts_of_the_page() -> None:
     found = longstep.explore(longstep.Setup("ring", **TINY), {"seq": "8K,16K", "schedule": "ring,zigzag"}, jobs=1)
     html = found._repr_html_()

@@ -192,6 +192,7 @@ def test_figures_of_studies_fit_a_phone(name: str) -> None:
     can_be_read(ElementTree.fromstring(text), PHONE, LEAST)
 
 
+@pytest.mark.sweep
 def test_figures_of_records_fit_a_phone() -> None:
     for text in (sweep_page.figure(make_sweep()), lab_page.figure(record([result("ring", 50, 1.1, [1.0])]))):
         can_be_read(ElementTree.fromstring(text), PHONE, LEAST)

@@ -77,6 +77,7 @@ def test_what_users_name_is_no_markup_in_charts() -> None:
     assert "<a" not in json.dumps(first.traces)
 
 
+@pytest.mark.sweep
 def test_the_tables_of_sweeps_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for name in ("rows.csv", "rows.parquet"):
         run(
@@ -91,6 +92,7 @@ def test_the_tables_of_sweeps_are_read(capsys: pytest.CaptureFixture[str], tmp_p
     assert read_result(str(lines)).data == sweep_rows()
 
 
+@pytest.mark.sweep
 def test_a_trace_and_a_prediction_and_a_record(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace, figures, out = (tmp_path / name for name in ("trace.json", "figures.json", "report.html"))
     figures.write_text(run(capsys, "simulate", *H100, "--trace", str(trace), "--json"))
@@ -179,6 +181,7 @@ def test_kinds_are_told_by_content(kind: str, found: Any, said: str, tmp_path: P
     assert all(chart.about and chart.rows for chart in shown.charts)
 
 
+@pytest.mark.sweep
 def test_the_answer_of_a_result_is_on_top(tmp_path: Path) -> None:
     """Of rows that stand beside it, and of an object; with its lines, and evidence below these."""
     path = tmp_path / "result"
@@ -204,6 +207,7 @@ def test_the_answer_of_a_result_is_on_top(tmp_path: Path) -> None:
     assert both.count("</a>: Ring &lt;wins&gt;") == 2, "where there are several, beside their names"
 
 
+@pytest.mark.sweep
 def test_verbs_print_what_reports_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "result"
     for kind, arguments in (

@@ -117,6 +117,7 @@ def test_a_sweep_is_summed_up() -> None:
     assert "right in 1 of 2 clear cases" in order
 
 
+@pytest.mark.sweep
 def test_a_record_survives_its_file(tmp_path: Path) -> None:
     record = make_sweep()
     save_record(record, RECORD_FILE.at(tmp_path / "record.json"))
@@ -153,6 +154,7 @@ def test_records_are_joined() -> None:
         joined([first, make_record({RING: make_found(2.0, [(1.0, 0.0)])})])
 
 
+@pytest.mark.sweep
 def test_the_page_shows_every_cell_once() -> None:
     record = make_sweep()
     text = page(record)
@@ -168,10 +170,12 @@ def test_the_page_shows_every_cell_once() -> None:
     assert {"attention, P = 2", "attention, P = 4", "1 layer, P = 2", "1 layer, P = 4"} <= set(read.texts)
 
 
+@pytest.mark.sweep
 def test_the_page_loads_nothing() -> None:
     loads_nothing(page(make_sweep()))
 
 
+@pytest.mark.sweep
 def test_no_schedule_breaks_out() -> None:
     evil, plain = (make_sweep(("ring", name)) for name in (HOSTILE, re.sub(r"[^\w ]", "x", HOSTILE)))
     read = Read(page(evil))
@@ -198,6 +202,7 @@ def test_a_sweep_of_one_cell() -> None:
     ElementTree.fromstring(figure(record))
 
 
+@pytest.mark.sweep
 def test_the_figure_stands_alone() -> None:
     record = make_sweep()
     text = figure(record)
@@ -344,6 +349,7 @@ def test_a_cell_that_fails_does_not_end_a_sweep(monkeypatch: pytest.MonkeyPatch)
     assert done == cells
 
 
+@pytest.mark.sweep
 def test_a_sweep_goes_on_with_what_its_record_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = make_found(1.0, [(1.0, 0.0), (1.1, 0.0)])
     asked: list[dict[Cell, int]] = []

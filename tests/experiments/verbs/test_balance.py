@@ -12,6 +12,7 @@ from experiments.verbs.cli import main
 from tests.experiments.verbs.typed import fails, run
 
 
+@pytest.mark.sweep
 def test_balance_prints_planners_ranks_and_hops_and_writes_a_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ NUMBER = 1
 """
 
 
+@pytest.mark.sweep
 def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "my_module.py"
     path.write_text(WITH_BODY.format(body="pass"))

@@ -164,6 +164,7 @@ def test_plan_refuses_what_is_no_budget(capsys: pytest.CaptureFixture[str]) -> N
     assert "leave out --longest" in fails(capsys, *small, "--longest", "--tensors", "x")
 
 
+@pytest.mark.sweep
 def test_plan_takes_several_degrees_and_any_of_shares(capsys: pytest.CaptureFixture[str]) -> None:
     """Where others are one value; of stages as of shares of weights."""
     small = (*PLANNED[:-2], "--seq", "64K", "--vary", "checkpoint=full", "--vary", "mlp=whole", "--global-batch", "2")

@@ -35,6 +35,7 @@ def test_two_that_ship(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert "rms_norm_backward bf16 2 1.567 1.497 to 1.637 1.644 33554432 320.5 us" in found
 
 
+@pytest.mark.sweep
 def test_of_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both print and keep the same, but for the width of the tables."""
     monkeypatch.setattr("experiments.verbs.cli._WIDTH", WIDE)

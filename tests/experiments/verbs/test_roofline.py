@@ -11,6 +11,7 @@ import pytest
 from tests.experiments.verbs.typed import fails, run
 
 
+@pytest.mark.sweep
 def test_roofline_prints_balances_and_kernels_and_writes_a_page(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

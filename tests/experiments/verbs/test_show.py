@@ -25,6 +25,7 @@ def test_show_in_all_forms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert Schedule.from_json(target.read_bytes()).hash == schedule.hash
 
 
+@pytest.mark.sweep
 def test_a_pipeline_is_written_and_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ("show", "--model", "tiny", "--cluster", "hgx-h100", "--gpus", "2", "--seq", "1K", "--scope", "step")
     options += ("--schedule", "single", "--layers", "4", "--pp-degree", "2", "--accumulate", "3")

@@ -19,6 +19,7 @@ SWEEP = (
 )  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_a_sweep_is_written_and_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     parquet, csv = tmp_path / "rows.parquet", tmp_path / "rows.csv"
     vary = ("--vary", "seq=32K,64K", "--vary", "gpus=2,3")
@@ -39,6 +40,7 @@ def test_a_sweep_is_written_and_shown(capsys: pytest.CaptureFixture[str], tmp_pa
     run(capsys, *SWEEP, *vary, "--out", str(parquet))
 
 
+@pytest.mark.sweep
 def test_a_table_whose_rows_all_failed_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Whose file is written all the same."""
     csv = tmp_path / "rows.csv"

@@ -193,6 +193,7 @@ def test_parts_together_are_the_parts_one_by_one(name: str, case: str, monkeypat
     assert played.launches == {"forward": forward, "backward": backward}
 
 
+@pytest.mark.sweep
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_parts(data: st.DataObject) -> None:

@@ -257,6 +257,7 @@ def test_a_schedule_that_was_not_checked_is_refused() -> None:
             play()
 
 
+@pytest.mark.sweep
 def test_tables_of_rotations_end_with_what_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, make = [], dense._tables
 

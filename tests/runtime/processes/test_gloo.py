@@ -174,12 +174,16 @@ SHARED_OUT: dict[str, dict[str, Any]] = {
     "whole": {}, "chunked": {"loss": "chunked"}, "unfused": {"loss": "unfused"},
     "own shards first": {"loss": "torch", "tp_overlap": "shards"},
     "all tokens on all": {"tp_sequence": False, "tp_overlap": "gradients"},
+    "tokens first in memory": {"memory_order": "sbh", "tp_overlap": "shards"},
+    "chunks beside hops": {"tp_overlap": "chunks", "products": "joined"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("chosen", slow_but({"whole"}, SHARED_OUT))
+@pytest.mark.parametrize("chosen", slow_but({"whole", "tokens first in memory"}, SHARED_OUT))
 def test_steps_whose_weights_are_shared_out(ranks: Callable[[int], Session], chosen: str) -> None:
-    """Two sequences at a time, of which what is gathered is copied; the largest logits are all-reduced."""
+    """Two sequences at a time, of which what is gathered is copied but where tokens are first in memory; the largest
+    logits are all-reduced.
+    """
     options = dataclasses.replace(SCHEDULES["single"].options, **SHARED_OUT[chosen])
     schedule = SCHEDULES["single"].schedule(step(batch=2), Mesh(tp=2), options)
     step_equals_the_reference(ranks(2), check(schedule))

@@ -128,6 +128,7 @@ def assert_equal(a: Dependencies, b: Dependencies) -> None:
         assert all(np.array_equal(x, y) for x, y in zip(getattr(a, name), getattr(b, name), strict=True))
 
 
+@pytest.mark.sweep
 @given(programs())
 def test_compiled_and_plain_dependencies_are_the_same(program: Program) -> None:
     assert_equal(compiled(program), derive_plainly(program))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.replicas import folds
+from sim.schedule.derive.roles import firsts, roles
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Op
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.ir.views import Split
@@ -50,7 +52,7 @@ def test_a_replica_has_in_its_proof_what_it_has_in_that_of_all(name: str, batch:
     assert folds(schedule)
     check(schedule)
     check(flat(schedule))
-    one, every = (Checked(which) for which in (schedule.first(1), flat(schedule)))
+    one, every = (Checked(which) for which in (schedule.at({"dp": [0]}), flat(schedule)))
     players = [AbstractPlayer(which.schedule, which.matching, which.dependencies) for which in (one, every)]
     for player in players:
         player.run()
@@ -67,8 +69,7 @@ def test_only_one_replica_is_built(replicas: int) -> None:
         built.append(rank)
         return schedule.program(rank)
 
-    checked = check(Schedule(schedule.header, program, replicated=True))
-    assert checked.folds
+    check(Schedule(schedule.header, program, replicated=True))
     assert sorted(built) == [0, 1]
 
 
@@ -91,9 +92,10 @@ def test_replicas_name_their_own_ranks_and_sequences() -> None:
 def test_json_keeps_one_replica_and_gives_all_back() -> None:
     schedule = ring.build(layers(), Mesh(dp=3, ring=2))
     read = Schedule.from_json(schedule.to_json())
-    assert read.hash == schedule.hash == schedule.first(1).hash
+    assert read.hash == schedule.hash == schedule.at({"dp": [0]}).hash
     assert read.programs == schedule.programs
-    assert check(read).folds
+    assert folds(read)
+    check(read)
     with pytest.raises(InputError, match="4 programs for 6 ranks"):
         short = msgspec.json.decode(flat(schedule).to_json())
         Schedule.from_json(msgspec.json.encode(short | {"programs": short["programs"][:4]}))
@@ -103,7 +105,7 @@ def test_a_replica_within_which_others_lie_stands_for_them_too() -> None:
     order = (*(axis for axis in AXES if axis != "dp"), "dp")
     schedule = ulysses.build(layers(), Mesh(dp=2, ulysses=2, order=order))
     assert folds(schedule)
-    first = check(schedule).first(1).schedule
+    first = check(schedule).at({"dp": [0]}).schedule
     assert [(program.rank, program.num_ops) for program in first.programs] == [
         (number, schedule.program(rank).num_ops) for number, rank in enumerate((0, 2))
     ]
@@ -177,7 +179,7 @@ def test_shards_of_unlike_sizes_are_played_on_all_ranks() -> None:
     """A builder that says that shards are alike does not fold a gather whose last part is shorter."""
     workload, entry = msgspec.structs.replace(layers(batch=2), scope="step"), names.entry("usp")
     schedule = entry.schedule(workload, Mesh(dp=2, ring=2), names.options(entry, "usp", [], ""), Hints())
-    assert folds(schedule)
+    assert roles(schedule)["dp"] == (0, 0)
 
     def shorter(op: Op) -> Op:
         if not isinstance(op, AllGather):
@@ -194,7 +196,7 @@ def test_shards_of_unlike_sizes_are_played_on_all_ranks() -> None:
         own = schedule.program(rank)
         return own.replace(ops=tuple(map(shorter, own.ops)))
 
-    assert not folds(Schedule(schedule.header, program, shards_alike=True))
+    assert roles(Schedule(schedule.header, program, kind=schedule.kind))["dp"] == (0, 1)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, ring=2), Mesh(dp=4, ulysses=2), Mesh(dp=3, ring=2), Mesh(dp=7)])
@@ -216,13 +218,17 @@ def test_shards_of_later_replicas_are_those_that_each_writes(
     def schedule() -> Schedule:
         return entry.schedule(workload, mesh, chosen, Hints())
 
-    monkeypatch.setattr(layer, "ProgramBuilder", lambda *given: built.append(given[0]) or ProgramBuilder(*given))
+    def noted(rank: int, *given: Any, **named: Any) -> ProgramBuilder:
+        built.append(rank)
+        return ProgramBuilder(rank, *given, **named)
+
+    monkeypatch.setattr(layer, "ProgramBuilder", noted)
     found, written = schedule().to_json(), len(built)
     padded = mesh.dp in {3, 7}  # the last shard alone
     alike = mesh.dp * mesh.ulysses  # ranks that trade heads do the same, too
     assert written == (mesh.size if "reduce_to" in options else mesh.size // alike + padded)
-    assert folds(schedule()) == (written == mesh.size // alike)
+    assert len(firsts(roles(schedule())["dp"])) == (mesh.dp if "reduce_to" in options else 1 + padded)
     built.clear()
-    monkeypatch.setattr(layer, "rows_later", lambda *_: None)
+    monkeypatch.setattr(layer._Ranks, "_renaming", lambda *_: None)
     assert schedule().to_json() == found
     assert len(built) == mesh.size

@@ -52,6 +52,7 @@ def test_pairs_are_counted_one_by_one(lengths: list[int], band: Band, step: int,
     assert count_pairs(Documents(band, edges), queries, keys) == wanted
 
 
+@pytest.mark.sweep
 @settings(max_examples=12, deadline=None)
 @given(st.data(), st.sampled_from(NAMES), st.sampled_from([2, 4]))
 def test_no_pair_is_lost_or_doubled(data: st.DataObject, name: str, ranks: int) -> None:

@@ -43,6 +43,7 @@ def test_count_pairs_counts_one_by_one(band: Band, queries: Span, keys: Span) ->
     assert count_pairs(band, queries, keys) == sum(kept(band, q, k) for q in range(*queries) for k in range(*keys))
 
 
+@pytest.mark.sweep
 @given(bands(), st.integers(1, 4).flatmap(lambda step: st.tuples(spans(step), spans(step))))
 def test_block_band_keeps_the_same_pairs_by_index(band: Band, pair: tuple[Span, Span]) -> None:
     queries, keys = pair

@@ -32,6 +32,7 @@ PATTERNS = {
 LENGTHS = (5, 20, 1, 3, 11, 24)
 
 
+@pytest.mark.sweep
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), patterns(), st.integers(1, 3), st.data())
 def test_pairs_are_counted_and_attended_one_by_one(
     lengths: list[int], pattern: Pattern, step: int, data: st.DataObject

@@ -56,12 +56,14 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep_but({"everything kept"}, STEPS))
 def test_steps_are_exact(name: str) -> None:
     """Three layers, and four chunks."""
     is_exact("fpdt", 2, step(layers=3), chunk=8, **STEPS[name])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fields", [{}, {"mask": "full"}, {"padding": 5}], ids=str)
 def test_layers_are_exact(fields: dict[str, Any]) -> None:
     """With activations of layers on the host beside the chunks of attention, which stay there."""
@@ -105,6 +107,7 @@ def held(chunks: int, **options: Any) -> int:
     return walk(program, dependencies).buffer_peak_bytes - sum(outside.values())
 
 
+@pytest.mark.sweep
 def test_what_the_gpu_holds_does_not_grow_with_the_number_of_chunks() -> None:
     """But for local tensors that come in and go out. So it does where chunks stay: q, k, v, out and lse of each."""
     assert held(8) == held(12)

@@ -43,6 +43,7 @@ def proved(made: Planned, documents: tuple[int, ...], **fields: Any) -> Checked:
     return check(gathered(made.plan, "gathered")(workload, Mesh(ring=len(made.plan.layout)), options))
 
 
+@pytest.mark.sweep
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.integers(1, 13), min_size=1, max_size=6).map(tuple).filter(lambda lengths: sum(lengths) >= 4),

@@ -46,6 +46,7 @@ def test_every_schedule_is_exact_on_one_device(name: str, scope: str, cells: lis
     assert done or VARIANTS[name].schedule == "single"
 
 
+@pytest.mark.sweep
 def test_activations_on_the_host_of_one_device() -> None:
     """Copies of all ranks on the same two streams."""
     workload = Workload(model=make_model(8, 4), seq=48, dtype="fp64", scope="layer", layers=3)

@@ -146,6 +146,7 @@ def test_gradients_of_biases_are_not_taken_for_each_other() -> None:
     refuses(swapped, "has total of shape|packs|reads")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -181,7 +182,9 @@ def test_a_window_is_the_shorter_one() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("feature", ["norms of heads", "norms around", "norms behind attention and MLP"])
+@pytest.mark.parametrize(
+    "feature", slow_but({"norms around"}, ["norms of heads", "norms around", "norms behind attention and MLP"])
+)
 @pytest.mark.parametrize("mlp", slow_but({"whole"}, ["whole", "tiled"]))
 def test_every_list_of_what_is_kept(feature: str, mlp: str) -> None:
     """Of each tensor that a layer can keep alone, and of all but each."""

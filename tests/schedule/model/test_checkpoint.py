@@ -70,6 +70,7 @@ def test_attention_runs_once_a_layer_where_its_output_is_kept() -> None:
     assert counts["full"] == 2 * counts["attention"] == 2 * counts["none"] > 0
 
 
+@pytest.mark.sweep
 def test_bytes_of_ulysses_that_lays_out_again() -> None:
     """Of 2 layers and 32 tokens in fp64, 8 and 4 heads of 16: with 2 ranks half of q, k and v, and of out."""
     sent = {
@@ -122,6 +123,7 @@ def test_what_is_kept_by_hand(name: str) -> None:
     assert sum(more.values()) == sum(expected[name].values()), more
 
 
+@pytest.mark.sweep
 def test_what_a_layer_computes_again_counts_among_the_flops() -> None:
     """Of 2 layers, 32 tokens: 2 FLOPs a weight; wq and wo 128 x 128, wk and wv 128 x 64, of MLP's three 128 x 64."""
     claimed = {
@@ -192,6 +194,7 @@ def changed(schedule: Schedule, change: Any) -> Schedule:
     )
 
 
+@pytest.mark.sweep
 def test_a_layer_of_which_something_is_not_computed_again() -> None:
     schedule = make_step("ulysses", 2, workload := step(), checkpoint="attention").schedule
     assert workload.layers == 2

@@ -93,6 +93,7 @@ BLOCKS: tuple[dict[str, Any], ...] = (
 """Lines that together have all kernels that Llama's block has not."""
 
 
+@pytest.mark.sweep
 def test_every_kernel_has_a_cost() -> None:
     """No kind of kernel is missing where costs are looked up by type."""
     seen = set()

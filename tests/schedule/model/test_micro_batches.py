@@ -108,6 +108,7 @@ def test_one_sum_for_all_micro_batches(stage: int, shards: str) -> None:
     assert backward[-2] < sums[0] < backward[-1] < sums[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("stage", "count"), [(0, 2), (1, 1), (1, 2)])
 def test_the_one_sum_below_stage_2_is_beside_the_last_backward_pass(stage: int, count: int) -> None:
     """Or behind it; never beside an earlier one."""
@@ -146,6 +147,7 @@ def test_gradients_add_up_in_place(case: tuple[int, int, str]) -> None:
     assert sorted(view.buffer for view in held) == sorted(zeroed)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("shards", sweep_but({"all"}, ["all", "replica"]))
 def test_all_ranks_get_all_sums_at_stage_1(shards: str) -> None:
     """Each rank finds the norm of all gradients by itself, and updates what it owns."""
@@ -162,6 +164,7 @@ def test_all_ranks_get_all_sums_at_stage_1(shards: str) -> None:
         make_step("ring", 2, workload, reduce_to="all")
 
 
+@pytest.mark.sweep
 def test_buckets_end_with_the_weight_that_fills_them() -> None:
     """1 MiB is 512K elements of bf16: a bucket of w_down alone, then two of w_up and w_gate, then what is left."""
     model = msgspec.structs.replace(step().model, embed_dim=256, ffn_dim=2048, head_dim=64)
@@ -179,6 +182,7 @@ def test_buckets_end_with_the_weight_that_fills_them() -> None:
             make_step("ring", 2, step(), **options)
 
 
+@pytest.mark.sweep
 def test_products_add_gradients_of_matrices() -> None:
     """Nothing of them is moved again, but of an embedding and of norms, whose gradients no product makes."""
     options = {"zero_stage": 1, "micro_batches": 2, "accumulate": "in-products"}
@@ -196,6 +200,7 @@ def test_products_add_gradients_of_matrices() -> None:
     ]  # all-reduces are of the sums themselves
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_last_gradients_are_added_out_of_buckets(count: int) -> None:
     """2 bytes of an element into a bucket and 2 out of it, beside the sum in fp32; buckets stay to the end."""
@@ -233,6 +238,7 @@ def test_new_weights_are_gathered_behind_all_updates(stage: int, optimiser: str)
         make_step("ring", 2, step(), gather="all")
 
 
+@pytest.mark.sweep
 def test_one_rank_gathers_no_new_weights() -> None:
     """It has them all, whenever others would gather them (nanotron 0.4 optim/zero.py, _all_gather_params)."""
     found = [is_exact("single", 1, step(), zero_stage=1, gather=gather) for gather in ("units", "all")]
@@ -258,6 +264,7 @@ def test_bytes_a_weight_behind_the_passes(options: dict[str, Any], each: int, of
     assert found.update_peak_bytes < found.peak_bytes
 
 
+@pytest.mark.sweep
 def test_the_host_waits_before_each_further_micro_batch() -> None:
     """No kernel of the next one is issued before: an embedding follows each wait."""
     checked = is_exact("ring", 2, step(batch=3), micro_batches=3, zero_stage=0, host_waits="micro-batch")
@@ -326,6 +333,7 @@ def test_only_sums_outlive_a_micro_batch(stage: ZeroStage, share: int, sync: str
     assert held == {"gradient": 8 * total // share}
 
 
+@pytest.mark.sweep
 def test_activations_are_those_of_one_micro_batch() -> None:
     peaks = {}
     for batch, count in ((1, 1), (2, 2), (2, 1)):
@@ -340,6 +348,7 @@ def changed(schedule: Schedule, change: Callable[[list[Op]], list[Op]]) -> Sched
     return Schedule(schedule.header, programs.__getitem__)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("stage", sweep_but({3}, [1, 3]))
 def test_a_gradient_that_lacks_a_micro_batch_or_has_it_twice(stage: int) -> None:
     schedule = make_step("ring", 2, step(batch=2), micro_batches=2, zero_stage=stage).schedule
@@ -398,6 +407,7 @@ def rebuilt(count: int, dp: int = 1) -> Schedule:
     return make_step("ring", 2 * dp, step(batch=count, layers=3), dp, micro_batches=count).schedule
 
 
+@pytest.mark.sweep
 def test_later_micro_batches_are_remembered_by_the_proof() -> None:
     """Of them only the sums are played that follow on others, and the ends of the pass."""
     played = []
@@ -409,6 +419,7 @@ def test_later_micro_batches_are_remembered_by_the_proof() -> None:
     assert more == same < played[0] / 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dp", sweep_but({2}, [1, 2]))
 def test_the_proof_that_remembers_finds_what_the_flat_one_finds(dp: int) -> None:
     ends_as_the_flat_proof_does(rebuilt(3, dp))

@@ -158,6 +158,7 @@ def test_a_copy_of_another_norm_is_caught() -> None:
     refuses(replaced(schedule, EagerNormBackward, wide=norms[0].wide), "no equation of the layer")
 
 
+@pytest.mark.sweep
 def test_fused_schedules_keep_their_hash() -> None:
     plain, named = (make_step("ring", 2, step(), **options).schedule for options in ({}, {"modules": "fused"}))
     assert "modules" not in named.header.options

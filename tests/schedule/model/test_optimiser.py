@@ -58,6 +58,7 @@ def test_every_place_and_data_type(stack: str, dtype: str) -> None:
     is_exact("zigzag", 2, step(layers=3, dtype=dtype), **STACKS[stack])
 
 
+@pytest.mark.sweep
 def test_one_rank_and_replicas() -> None:
     is_exact("single", 1, step(), optimiser="host")
     is_exact("ring", 4, step(), dp=2, optimiser="host", shards="replica")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from sim.base.errors import InputError
 from sim.schedule.methods.catalog import NAMED
@@ -38,7 +37,7 @@ def test_what_is_written_is_read(name: str) -> None:
     assert to_csv(read, stages, micros, chunks) == written
 
 
-def of_torch(size: tuple[int, int, int], kind: type = torch_schedules._PipelineScheduleRuntime) -> Any:
+def of_torch(size: tuple[int, int, int], kind: Any) -> Any:
     """A schedule of torch without modules, which its constructor wants."""
     own = kind.__new__(kind)
     own.pp_group_size, own._n_microbatches, own.n_local_stages = size
@@ -47,13 +46,16 @@ def of_torch(size: tuple[int, int, int], kind: type = torch_schedules._PipelineS
     return own
 
 
+@pytest.mark.sweep  # loads torch's compiler
 @pytest.mark.parametrize("name", PIPELINES)
 def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
     """And finds an order for what it sends and receives."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
     path, size = tmp_path / "pipeline.csv", size_of(name)
     PIPELINE_FILE.at(path).write(to_csv(PIPELINES[name], *size))
     PIPELINE_FILE.at(path).require()  # it is ours, and so may be replaced
-    own = of_torch(size)
+    own = of_torch(size, _PipelineScheduleRuntime)
     own._load_csv(str(path))
     letters = {"F": "F", "BW": "B", "B": "I", "W": "W"}
     for stage in range(size[0]):
@@ -64,14 +66,17 @@ def test_torch_reads_what_is_written(name: str, tmp_path: Path) -> None:
         assert any("RECV_" in cell for cell in lowered)
 
 
+@pytest.mark.sweep  # loads torch's compiler
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe-v"])
 def test_what_torch_writes_is_read(name: str, tmp_path: Path) -> None:
     """With idle cells, and pairs of passes in one cell."""
-    kinds = {"zb-v": torch_schedules.ScheduleZBVZeroBubble, "dualpipe-v": torch_schedules.ScheduleDualPipeV}
+    from torch.distributed.pipelining import schedules
+
+    kinds = {"zb-v": schedules.ScheduleZBVZeroBubble, "dualpipe-v": schedules.ScheduleDualPipeV}
     path, size = tmp_path / "pipeline.csv", size_of(name)
     own = of_torch(size, kinds[name])
     own.pipeline_order = {rank: own._calculate_single_rank_operations(rank) for rank in range(size[0])}
-    torch_schedules.PipelineScheduleMulti._dump_csv(own, str(path))
+    schedules.PipelineScheduleMulti._dump_csv(own, str(path))
     assert (",," in path.read_text()) == (name == "zb-v")
     assert ("OVERLAP_F_B" in path.read_text()) == (name == "dualpipe-v")
     read = read_pipeline(str(path))

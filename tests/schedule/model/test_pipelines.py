@@ -126,9 +126,18 @@ CASES |= {
 CASES["around usp, of both"] = Case("interleaved", "1,1,1,1", Mesh(pp=2, ulysses=2, ring=2), {"zero_stage": 2}, "usp")
 QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble", "1F1B of rings, weights sharded")
 QUICK += ("both ends one weight, optimiser sharded",)
+SLOW = {f"around {name}" for name in SCHEDULES if name not in {"ulysses", "upipe", "fpdt"}}
+"""Of what others say in make test, each by itself."""
+SLOW |= {
+    "1F1B of rings, nothing sharded", "adapters, both ends one weight", "both ends one weight, within replicas",
+    "breadth first of rings, weights sharded", "dual pipe as a V, activations on the host",
+    "interleaved of three stages", "replicas, nothing sharded", "zero bubble as a V of rings, weights sharded",
+    "zero bubble as a V of three stages", "zero bubble of rings, gradients sharded",
+    "zero bubble of rings, weights sharded",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", by_tier(QUICK, CASES, CASES))
+@pytest.mark.parametrize("name", by_tier(QUICK, CASES.keys() - SLOW, CASES))
 def test_pipelines_are_proved_and_exact(name: str) -> None:
     """Losses, weights and moments equal those of one process."""
     checked = check(CASES[name].build())
@@ -164,6 +173,7 @@ def test_each_micro_batch_passes_each_chunk_once(timetable: Timetable) -> None:
                 assert items.index(item._replace(kind="F")) <= items.index(item)
 
 
+@pytest.mark.sweep
 def test_activations_of_how_many_micro_batches_are_held() -> None:
     """The first of two stages holds those of two with 1F1B, and of all with GPipe."""
 

@@ -42,7 +42,12 @@ def schedule_of(name: str, what: str, dp: int) -> Schedule:
 @pytest.mark.parametrize("name", by_tier({"ulysses"}, {"usp of 2", "usp, rings inside", "upipe, kept"}, TRADING))
 def test_a_rank_is_written_as_it_writes_itself(name: str, what: str, dp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     writers: list[int] = []
-    monkeypatch.setattr(layer, "ProgramBuilder", lambda *given: writers.append(given[0]) or ProgramBuilder(*given))
+
+    def noted(rank: int, *given: Any, **named: Any) -> ProgramBuilder:
+        writers.append(rank)
+        return ProgramBuilder(rank, *given, **named)
+
+    monkeypatch.setattr(layer, "ProgramBuilder", noted)
     once = schedule_of(name, what, dp).to_json()
     few = len(writers)
     monkeypatch.setattr(layer, "tokens_later", lambda *_: None)

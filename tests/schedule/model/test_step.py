@@ -53,6 +53,7 @@ def step(**fields: Any) -> Workload:
     return Workload(**(options | fields))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep_but({"zigzag", "ulysses"}, SCHEDULES))
 def test_every_schedule_is_proved_and_exact(name: str) -> None:
     """Loss, weights and moments equal autograd of the textbook formulas and torch's AdamW, in random orders."""
@@ -119,6 +120,7 @@ def test_a_chunked_loss_of_several_sequences(dtype: str) -> None:
     assert {op.logits.shape[:2] for op in ops if isinstance(op, CrossEntropy)} == {(3, 4)}
 
 
+@pytest.mark.sweep
 def test_a_loss_that_is_not_fused_holds_logits_twice() -> None:
     """In bf16 the logits and a copy in fp32, in which the gradient is made; in fp32 there is none."""
     checked = is_exact("zigzag", 2, step(dtype="bf16"), loss="unfused", rotary_table=True)
@@ -128,6 +130,7 @@ def test_a_loss_that_is_not_fused_holds_logits_twice() -> None:
     assert fused.schedule.programs == unfused.schedule.programs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_loss_that_subtracts_holds_logits_once_more_meanwhile(dtype: str) -> None:
     """In fp32, and not between the passes: there the gradient alone is left."""
@@ -143,13 +146,14 @@ def test_a_loss_that_subtracts_holds_logits_once_more_meanwhile(dtype: str) -> N
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but({0, 3}, [0, 1, 2, 3]))
 def test_replicas(stage: int) -> None:
     """Shards lie within a replica, and their gradients are summed over all; or each replica has shards of its own."""
     for shards in ("replica", "all"):
         is_exact("ulysses", 4, step(), dp=2, zero_stage=stage, shards=shards)
 
 
+@pytest.mark.sweep
 def test_weights_and_gradients_go_through_one_communicator() -> None:
     """So in backward a layer's sum stands between the gathers of the two layers before it, as FSDP2 issues them; with
     two communicators each has a stream of its own.
@@ -173,6 +177,7 @@ def test_no_more_is_gathered_ahead_than_there_are_layers(layers: int, prefetch: 
     assert few.schedule.program(0) == many.schedule.program(0)
 
 
+@pytest.mark.sweep
 def test_ranks_without_context_parallelism_share_weights() -> None:
     """FSDP alone: each of four ranks has a sequence of its own, and a quarter of all states."""
     checked = is_exact("single", 4, step(), dp=4)
@@ -181,6 +186,7 @@ def test_ranks_without_context_parallelism_share_weights() -> None:
     assert rows == (Span(whole.size * 3 // 4, whole.size),)
 
 
+@pytest.mark.sweep
 def test_all_ranks_on_one_device() -> None:
     """Whose copies sum up squares of all units at once."""
     folded = check(on_one_device(make_step("zigzag", 2, step())))
@@ -222,6 +228,7 @@ def test_a_chunk_of_the_loss_that_is_lost() -> None:
     refuses(Schedule(schedule.header, program), "packs gradients that are sums over different tokens")
 
 
+@pytest.mark.sweep
 def test_it_is_proved_by_its_calls() -> None:
     """Layers in the middle are played once for all, forward, again and backward; updates see squares of all layers."""
     found = [Supersteps(make_step("ring", 2, step(layers=layers)).schedule) for layers in (6, 10)]
@@ -246,6 +253,7 @@ def test_each_pass_of_a_layer_is_proved_once() -> None:
     assert {played[kind] for kind in large} == {1}
 
 
+@pytest.mark.sweep
 def test_what_is_held_by_hand() -> None:
     """When a step begins, of each weight on 2 ranks: fp32 weights and moments take 12 bytes, halved where they are
     sharded; below stage 3 bf16 weights take 2 more.

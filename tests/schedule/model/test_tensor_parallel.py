@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,38 +13,48 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
+from sim.base.errors import InputError
+from sim.engine.costs.cost import CostModel
 from sim.engine.play.simulate import simulate
+from sim.engine.results.critical import critical_path
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Gemm, ReduceScatter
+from sim.schedule.ir.ops import AllGather, AllReduce, Collective, Copy, Exchange, Gemm, HostCopy, ReduceScatter
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import TOKENS, Split
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
+from sim.setup.setup import Setup
 from sim.words.mesh import Mesh
 from sim.words.options import TensorOverlap
+from sim.words.profile import load_profile
 from sim.words.workload import Workload
 from tests.helpers import make_model, sweep_but
 from tests.schedule.proof.test_check_catches import refuses
 from topology.cluster import Cluster, load_cluster
 
 MESHES = {"2 ranks": Mesh(tp=2), "4 ranks": Mesh(tp=4), "rings of 2": Mesh(tp=2, ring=2)}
+BESIDE = ("memory_order", "activations")
+"""Options that layers may be given by name."""
 
 
 def layers(
     mesh: str = "2 ranks", tp_overlap: TensorOverlap = "none", *, tp_sequence: bool = True, **fields: Any
 ) -> Schedule:
     dtype = fields.pop("dtype", "fp64")
+    batch, beside = fields.pop("batch", 1), {name: fields.pop(name) for name in BESIDE if name in fields}
     model = msgspec.structs.replace(make_model(8, 4, head_dim=4), ffn_dim=24, **fields)
-    workload = Workload(model=model, seq=32, dtype=dtype, scope="layer", layers=2)
+    workload = Workload(model=model, seq=32, batch=batch, dtype=dtype, scope="layer", layers=2)
     entry = SCHEDULES["ring" if "ring" in mesh else "single"]
-    options = dataclasses.replace(entry.options, tp_overlap=tp_overlap, tp_sequence=tp_sequence)
+    options = dataclasses.replace(entry.options, tp_overlap=tp_overlap, tp_sequence=tp_sequence, **beside)
     return entry.schedule(workload, MESHES[mesh], options)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh", sweep_but({"2 ranks", "rings of 2"}, MESHES))
 def test_layers_are_proved_and_exact(mesh: str) -> None:
     is_exact(layers(mesh))
     is_exact(layers(mesh, "shards"))
+    is_exact(layers(mesh, "chunks"))
     is_exact(layers(mesh, "gradients", tp_sequence=False))
 
 
@@ -72,6 +83,40 @@ def test_collectives_of_a_layer() -> None:
         *(("backward", AllGather, 4), ("backward", ReduceScatter, 2)),
     ):
         assert sum(isinstance(op, kind) and op.part == part for op in ops) == 2 * count, (part, kind)
+
+
+def test_gathered_tokens_are_copied_where_sequences_lie_one_behind_the_other() -> None:
+    """Of each of 6 gathers and 4 sums of a layer. Of one sequence both orders are one."""
+
+    def copies(**fields: Any) -> int:
+        return sum(isinstance(op, Copy) for op in layers(**fields).program(0).ops)
+
+    assert copies(batch=2) == 2 * (6 + 4)
+    assert copies(batch=2, memory_order="sbh") == copies() == 0
+    assert layers(memory_order="sbh").program(0) == layers().program(0)
+
+
+def test_tokens_that_arrive_in_another_order_of_memory() -> None:
+    """The bytes of two sequences would be taken for those of tokens."""
+
+    def with_others(kind: type, *, first: bool, **fields: Any) -> Schedule:
+        """Return layers with all that ops of a kind read in the order where tokens are first in memory, or are not."""
+        schedule = layers(batch=2, memory_order="sbh", **fields)
+
+        def change(rank: int) -> Program:
+            program = schedule.program(rank)
+            read = {view.buffer for op in program.ops if isinstance(op, kind) for view in op.reads}
+            buffers = [
+                msgspec.structs.replace(buffer, token_major=first or msgspec.UNSET) if number in read else buffer
+                for number, buffer in enumerate(program.buffers)
+            ]
+            return program.replace(buffers=tuple(buffers))
+
+        return Schedule(schedule.header, change)
+
+    refuses(with_others(AllGather, first=False), r"disagree on its parts: .*'bse'.*'sbe'")
+    refuses(with_others(HostCopy, first=False, activations="host"), "copies from bs.* to sb")
+    refuses(with_others(Gemm, first=True), "has no tokens that could be first")
 
 
 def test_sums_on_all_ranks() -> None:
@@ -158,6 +203,67 @@ def test_what_runs_meanwhile(overlap: TensorOverlap) -> None:
     assert meets("backward", "sum dh2", "gradient dw_gate") == (overlap != "none")
     assert meets("forward", "gather h2", "w_gate") == meets("backward", "gather dx", "back through w_down")
     assert meets("forward", "gather h2", "w_gate") == (overlap == "shards")
+
+
+def test_what_is_sent_begins_before_the_product_beside_it_where_launches_have_one_queue() -> None:
+    """Else the product is on all multiprocessors first, and what is sent waits for its last wave."""
+    for software, sooner in (("megatron", True), ("torchtitan", False)):
+        found = Setup(
+            "single", model="llama3-8b", cluster="hgx-h100", gpus=8, tp_degree=8, seq="8K", scope="layer", layers=1,
+            software=software, set={"schedule.tp_overlap": "gradients", "schedule.products": "joined"}, jitter=0,
+        ).predicted()  # fmt: skip
+        rows = [row for row in found.trace.rows if row.rank == 0 and row.part == "backward"]
+        sent, product = (
+            next(row for row in rows if row.label == label) for label in ("gather h2", "back through w_gate w_up")
+        )
+        assert (sent.begin_s <= product.begin_s) == sooner
+        assert sooner or sent.begin_s > (product.begin_s + product.end_s) / 2
+        spans = critical_path(found.simulation)
+        assert sum(one.seconds for one in spans) == pytest.approx(found.step_time_s, rel=1e-9)
+        assert all(one.end_s == pytest.approx(other.begin_s) for one, other in itertools.pairwise(spans))
+
+
+def test_products_in_chunks() -> None:
+    """Of the tokens of one member at a time, those of rank 1 first, then as they come around the group of four; what is
+    meant for others before what is its own.
+    """
+    program = layers("4 ranks", "chunks").program(1)
+
+    def begins(label: str) -> list[int]:
+        some = [op for op in program.ops if isinstance(op, Gemm) and op.label == label]
+        return [op.a.slices[TOKENS][0] // 8 for op in some[: len(some) // 2]]
+
+    products = [op for op in program.ops if isinstance(op, Gemm) and op.label == "w_up"]
+    assert [op.out.slices[TOKENS][0] // 8 for op in products[:4]] == [1, 0, 3, 2]
+    assert begins("w_down") == [2, 3, 0, 1]
+    sent = [op for op in program.ops if isinstance(op, Exchange)]
+    assert all(op.by_copies and len(op.sends) == len(op.recvs) == 1 for op in sent)
+    assert [op.sends[0].peer for op in sent if op.label.startswith("hop") and "h2" in op.label][:3] == [2, 2, 2]
+    assert [op.sends[0].peer for op in sent if op.label.startswith("terms")][:3] == [2, 3, 0]
+    assert not [op for op in program.ops if isinstance(op, AllGather | ReduceScatter) and op.part == "forward"]
+
+
+def test_copies_hold_no_multiprocessors_and_run_at_the_rate_of_links() -> None:
+    """32 tokens of 32 features in bf16 on 4 ranks: a hop has 512 bytes. It takes the latency of NVLink and 376 GB/s."""
+    checked, cluster = check(layers("4 ranks", "chunks", dtype="bf16")), Cluster(load_cluster("hgx-h100"))
+    trace = simulate(checked, cluster, load_profile("h100-sxm")).trace
+    hop = next(row for row in trace.rows if row.kind == "Exchange")
+    assert hop.end_s - hop.begin_s == pytest.approx(3.4e-6 + 512 / (0.835 * 450e9), rel=1e-9)
+    assert CostModel(cluster, None).held_by_messages((0, 1, 2, 3), 0, 0) == 0
+    with pytest.raises(InputError, match="on two nodes, and copy engines reach no other one"):
+        simulate(checked, Cluster(msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2, gpus_per_node=2)), None)
+
+
+def test_one_side_that_does_not_copy() -> None:
+    schedule = layers("4 ranks", "chunks")
+
+    def by_kernels(rank: int) -> Program:
+        program = schedule.program(rank)
+        at = next(at for at, op in enumerate(program.ops) if isinstance(op, Exchange))
+        op = msgspec.structs.replace(program.ops[at], by_copies=msgspec.UNSET)
+        return program if rank else program.replace(ops=(*program.ops[:at], op, *program.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, by_kernels), "by copies")
 
 
 def changed(change: Callable[[Program], Program]) -> Schedule:

@@ -121,16 +121,39 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
                                                     "micro_batches": 3, "batch": 3, "zero_stage": 0}),
     "stages that make some gradients apart": (Mesh(tp=2, pp=2), {"pipeline_schedule": "dualpipe-v", "layers": 4,
                                                                 "micro_batches": 4, "batch": 4}),
+    "tokens first in memory": (Mesh(tp=2), {"memory_order": "sbh", "tp_overlap": "shards", "mlp": "tiled", "batch": 2}),
+    "tokens first in memory, chunks of the loss": (Mesh(tp=2, dp=2), {"memory_order": "sbh", "loss": "chunked",
+                                                                     "vocab_size": 400, "micro_batches": 2,
+                                                                     "batch": 8, "activations": "host"}),
+    "tokens first in memory, stages": (Mesh(tp=2, pp=2), {"memory_order": "sbh", "tp_overlap": "gradients",
+                                                         "modules": "eager", "micro_batches": 2, "batch": 4}),
+    "joined products": (Mesh(tp=2), {"products": "joined", "tp_overlap": "shards", "biases": ("qkv",)}),
+    "joined products, some kept": (Mesh(tp=4), {"products": "joined", "num_kv_heads": 2, "checkpoint": "x+q+up",
+                                               "qk_norm": "head", "tp_sequence": False}),
+    "joined products, stages": (Mesh(tp=2, pp=2), {"products": "joined", "pipeline_schedule": "zb-h1", "zero_stage": 0,
+                                                  "micro_batches": 2, "batch": 2, "accumulate": "in-products"}),
+    "chunks beside hops": (Mesh(tp=4), {"tp_overlap": "chunks", "products": "joined", "memory_order": "sbh",
+                                       "batch": 2}),
+    "chunks beside hops, replicas": (Mesh(tp=4, dp=2), {"tp_overlap": "chunks", "biases": ("qkv",), "zero_stage": 1,
+                                                       "tied_embeddings": True, "batch": 2, "loss": "unfused"}),
+    "chunks beside hops, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "chunks", "pipeline_schedule": "zb-h1",
+                                                     "norms": "around", "micro_batches": 2, "batch": 2}),
+    "chunks beside hops, adapters": (Mesh(tp=2), {"tp_overlap": "chunks", "lora_rank": 2, "parallel_residual": True,
+                                                 "lora_targets": ("q", "o", "down")}),
     "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
                                                    "micro_batches": 3, "batch": 3}),
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "case",
     by_tier(
-        {"replicas", "chunks of the loss", "two members a key/value head", "own shards first", "all tokens on all"},
-        {"as nanotron", "one weight for both ends", "norms of q and k", "all tokens on all, stages"},
+        {
+            *("replicas", "chunks of the loss", "two members a key/value head", "own shards first"),
+            *("all tokens on all", "tokens first in memory", "joined products", "chunks beside hops"),
+        },
+        {"as nanotron", "one weight for both ends", "norms of q and k"},
         CASES,
     ),
 )

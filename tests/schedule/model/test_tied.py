@@ -49,6 +49,7 @@ def test_other_steps(fields: dict[str, Any]) -> None:
     exact("striped", 2, tied(**fields))
 
 
+@pytest.mark.sweep
 def test_replicas() -> None:
     for shards in ("replica", "all"):
         exact("ring", 4, tied(), dp=2, shards=shards)

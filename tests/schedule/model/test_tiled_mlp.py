@@ -75,6 +75,7 @@ def test_a_written_schedule_comes_back() -> None:
     assert check(Schedule.from_json(schedule.to_json())).schedule.hash == schedule.hash
 
 
+@pytest.mark.sweep
 def test_narrower_data_types() -> None:
     """In bf16, in which gradients of weights are summed over tiles, no farther off than an MLP that is whole."""
     is_exact("zigzag", 2, narrow(dtype="fp32"), mlp="tiled")
@@ -106,6 +107,7 @@ def test_a_program_does_not_grow_with_its_tiles() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.sweep
 def test_tiles_are_computed_again() -> None:
     """With full checkpointing forward runs three times, as a function that saves its input once it has run is run again
     with the layer; in mini-sequences twice. A backward pass is two products for each weight.
@@ -192,6 +194,7 @@ def of_kind(schedule: Schedule, kind: type[Op]) -> list[Any]:
     return [op for op in schedule.program(0).ops if isinstance(op, kind)]
 
 
+@pytest.mark.sweep
 def test_what_is_wrong_is_refused() -> None:
     schedule = make_step("ring", 2, narrow(), mlp="tiled").schedule
     forward, backward = of_kind(schedule, TiledMlp)[0], of_kind(schedule, TiledMlpBackward)

@@ -75,6 +75,7 @@ def test_replicas_and_shards_with_padding(place: WeightsPlace) -> None:
     errors_of(made("ring", 4, place, workload=odd(seq=32)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("place", "size"), [("host", 2), ("host-states", 4)])
 def test_memory_and_bytes_by_hand(place: WeightsPlace, size: int) -> None:
     """Of W weights in bf16 on 4 ranks: 2 W / 4 bytes less on the GPU between passes; each layer is fetched for both

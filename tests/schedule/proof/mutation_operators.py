@@ -21,6 +21,7 @@ from sim.schedule.ir.ops import (
     Fold,
     Gemm,
     HostAdamW,
+    JoinedGemm,
     Merge,
     Message,
     Op,
@@ -34,7 +35,7 @@ from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.ir.views import Split, View
 
 LEFT_ALONE = {"label", "name"}
-SUMMING = (Accumulate, AdamW, Fold, Gemm, HostAdamW, Merge, Pack, ReduceScatter, SquareSum, StateSum)
+SUMMING = (Accumulate, AdamW, Fold, Gemm, HostAdamW, JoinedGemm, Merge, Pack, ReduceScatter, SquareSum, StateSum)
 """Ops that sum up what they read, or hand it on to a sum."""
 
 Path = tuple[str | int, ...]

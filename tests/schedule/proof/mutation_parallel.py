@@ -104,14 +104,15 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
     """Return tensor-parallel layers, or a training step of them; what does not go together is drawn again."""
     while True:
         name, mesh = draw.choice(TENSOR)
-        fields, micro = draw.choice(OF_MODELS), draw.choice((1, 1, 2))
+        fields, micro, each = draw.choice(OF_MODELS), draw.choice((1, 1, 2)), draw.choice((1, 1, 2))
         model = make_model(8, draw.choice((4, 4, 2, 1)), head_dim=4)
         model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, **fields)
         chosen = _beside(draw) | {"modules": draw.choice(("fused", "fused", "eager-mlp", "eager"))}
+        chosen |= {"products": draw.choice(("apart", "joined"))}
         scope: Scope = draw.choice(("layer", "step", "step"))
         if scope == "step":
             chosen |= {option: draw.choice(values) for option, values in OF_STEPS.items()} | {"micro_batches": micro}
-        workload = Workload(model=model, seq=24, batch=micro, dtype="fp64", scope=scope, layers=2)
+        workload = Workload(model=model, seq=24, batch=micro * each, dtype="fp64", scope=scope, layers=2)
         try:
             options = dataclasses.replace(SCHEDULES[name].options, **chosen)
             checked = check(SCHEDULES[name].schedule(workload, mesh, options))
@@ -119,12 +120,17 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
             raise
         except InputError:
             continue
-        return f"{name}, {mesh.named()}, {model.num_kv_heads} key/value heads, {fields}, B {micro}, {chosen}", checked
+        said = f"{name}, {mesh.named()}, {model.num_kv_heads} key/value heads, {fields}, B {workload.batch}, {chosen}"
+        return said, checked
 
 
 def _beside(draw: Random) -> dict[str, Any]:
     """Return how ranks that have shares of weights send."""
-    return {"tp_overlap": draw.choice(("none", "gradients", "shards")), "tp_sequence": draw.random() < 0.6}
+    return {
+        "tp_overlap": draw.choice(("none", "gradients", "shards", "chunks")),
+        "tp_sequence": draw.random() < 0.6,
+        "memory_order": draw.choice(("bsh", "sbh")),
+    }
 
 
 def drawn_pipeline(draw: Random) -> tuple[str, Checked]:

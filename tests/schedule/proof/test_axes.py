@@ -222,6 +222,7 @@ def test_a_lost_or_doubled_shard(rows: dict[int, list[Span]], message: str) -> N
         check_shards(holding(rows), LAYERS)
 
 
+@pytest.mark.sweep
 def test_a_gradient_that_a_rank_does_not_leave() -> None:
     checked = make_checked("ring", msgspec.structs.replace(LAYERS, dtype="fp64"), 2)
     whole = checked.schedule

@@ -113,6 +113,7 @@ def sharded(name: str, mesh: Mesh, layers: int = 1) -> Schedule:
     return VARIANTS[name].build(workload, mesh)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "mesh", "members"),
     [
@@ -184,8 +185,18 @@ CHANGES: dict[str, Callable[[Fragment], Fragment]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", [Mesh(dp=4, ulysses=2), Mesh(ulysses=8)])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("change", "mesh"),
+    [
+        *((change, Mesh(ulysses=8)) for change in CHANGES),
+        *((change, Mesh(dp=4, ulysses=2)) for change in ("rows", "result", "sequence")),  # of replicas and their shards
+        *(
+            pytest.param(change, Mesh(dp=4, ulysses=2), marks=pytest.mark.slow)
+            for change in sorted(CHANGES.keys() - {"rows", "result", "sequence"})
+        ),
+    ],
+)
 def test_what_one_member_in_the_middle_of_a_class_does_otherwise_is_found(change: str, mesh: Mesh) -> None:
     schedule = sharded("ulysses", mesh, layers=2)
     check(schedule)
@@ -202,6 +213,7 @@ def test_what_one_member_in_the_middle_of_a_class_does_otherwise_is_found(change
         check(changed)
 
 
+@pytest.mark.sweep
 def test_a_padded_last_shard_is_in_no_class() -> None:
     schedule = sharded("ulysses", Mesh(dp=3, ulysses=2))
     for axes in axes_of(schedule):

@@ -97,6 +97,7 @@ def another_channel(draw: Random, schedule: Schedule) -> Schedule:
     return Schedule(schedule.header, programs.__getitem__)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_what_is_moved_or_bound_otherwise_is_judged_as_the_flat_proof_does(seed: int) -> None:
     """What is accepted by calls is accepted by all ops: that ranks stand still, or hold what is another micro-batch's,

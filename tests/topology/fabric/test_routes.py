@@ -178,6 +178,7 @@ def test_routes_of_a_placement_are_those_of_its_devices() -> None:
         Cluster(spec, [3, 3])
 
 
+@pytest.mark.sweep
 def test_the_largest_cluster() -> None:
     spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=2048)
     cluster = Cluster(spec)

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from sim.base.errors import InputError, LengthError
 from sim.schedule.ir.layout import cut, num_tokens
 from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.ops import Accumulate, AllGather, AllReduce, Copy, ReduceScatter
+from sim.schedule.ir.ops import Accumulate, AllGather, AllReduce, Copy, Exchange, Fold, Message, ReduceScatter
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Tensor
@@ -33,6 +33,8 @@ from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dt
 
 TENSOR = "tp"
 """The communicator of tensor-parallel groups."""
+COPIES = "tp copies"
+"""That of what copy engines move in them."""
 
 
 def group_of(mesh: Mesh) -> Communicator | None:
@@ -50,6 +52,12 @@ def alike_of(mesh: Mesh, model: ModelSpec) -> tuple[Communicator, ...]:
         return (group,) if group else ()
     some = [ranks[first : first + each] for ranks in group.groups for first in range(0, mesh.tp, each)]
     return group, Communicator(name="key/value heads", groups=tuple(some))
+
+
+def copies_of(mesh: Mesh, options: LayerOptions) -> tuple[Communicator, ...]:
+    """Return the communicator of what copy engines move in these groups, if they move anything."""
+    moves = mesh.tp > 1 and options.tp_sequence and options.tp_overlap == "chunks"
+    return (Communicator(name=COPIES, groups=mesh.groups("tp")),) if moves else ()
 
 
 def share_of(mesh: Mesh, rank: int, model: ModelSpec) -> Share:
@@ -96,13 +104,18 @@ class Group(NamedTuple):
             of_all |= {tensor: view for tensor, view in values.items() if not is_own(tensor, model)}
             used = dict.fromkeys(tensor for one in some for tensor in one.operands if is_own(tensor, model))
             to_come = [tensor for tensor in used if tensor not in of_all]
-            in_shards = self._begins_with_own and to_come and _widens(some[0], model)
-            if in_shards:
+            in_shards = to_come and self._begins_with_own(some[0], model)
+            if in_shards and self._moves_chunks:
+                self._write_by_hops(some, every, values[to_come[0]])
+            elif in_shards:
                 self._write_by_shards(some, every, values[to_come[0]])
             else:
                 of_all |= {one: self.gathered(rows.b, one.later(rows.layer), values[one]) for one in to_come}
             summed: Values = {}
             for one in sorted(some, key=is_of_weights):
+                if self._moves_chunks and _narrows(one, model) and last[one.results[0]] is one:
+                    summed[one.results[0]] = self._summed_by_chunks(one, every)
+                    continue
                 if not in_shards:
                     begins = one.adds and one.results[0] not in of_all
                     every.write(one._replace(adds=False) if begins else one)
@@ -124,7 +137,7 @@ class Group(NamedTuple):
         while stop < len(equations):
             start, first = stop, equations[stop]
             stop += 1
-            if self._begins_with_own and _widens(first, model):
+            if self._begins_with_own(first, model):
                 while stop < len(equations) and _widens(equations[stop], model, first.operands[0]):
                     stop += 1
             elif self.options.tp_overlap != "none" and _narrows_back(first, model):
@@ -132,10 +145,16 @@ class Group(NamedTuple):
                     stop += 1
             yield equations[start:stop]
 
+    def _begins_with_own(self, equation: Equation, model: ModelSpec) -> bool:
+        """Return whether it is a product of gathered tokens that begins with own ones."""
+        chosen = self.options.tp_sequence and self.options.tp_overlap in {"shards", "chunks"}
+        of_head = any("vocab" in tensor.axes for tensor in equation.operands)
+        return chosen and _widens(equation, model) and not (self._moves_chunks and of_head)
+
     @property
-    def _begins_with_own(self) -> bool:
-        """Whether products of gathered tokens begin with own ones."""
-        return self.options.tp_sequence and self.options.tp_overlap == "shards"
+    def _moves_chunks(self) -> bool:
+        """Whether copy engines move the tokens of one member at a time beside products of others."""
+        return self.options.tp_sequence and self.options.tp_overlap == "chunks"
 
     def _write_by_shards(self, some: tuple[Equation, ...], every: TokenWriter, own: View) -> None:
         """Append products of one tensor: of own tokens while those of other members are gathered, then of those before
@@ -154,11 +173,61 @@ class Group(NamedTuple):
                 if start < stop:
                     self._write_rows(one, every, start, stop, {tensor: of_all[tensor][:, start:stop]})
 
+    def _write_by_hops(self, some: tuple[Equation, ...], every: TokenWriter, own: View) -> None:
+        """Append products of one tensor, of the tokens of one member after the other, as these come around the group:
+        each rank hands on to the next what it has taken from the one before. Hops are issued one product ahead, so that
+        none is in the way of products where launches have one queue.
+        """
+        tensor, of_all, b = some[0].operands[0], every.values, every.b
+        whole, arrived = self._whole(b, tensor.later(every.layer), own)
+        of_all |= {made: every.new(made) for one in some for made in one.results}
+        ranks, me, each = self.over.group_of(b.rank), self.over.position(b.rank), own.shape[TOKENS]
+        come = {member: arrived.part(member) for member in (*reversed(range(me)), *reversed(range(me + 1, len(ranks))))}
+        following, before, coming = ranks[(me + 1) % len(ranks)], ranks[me - 1], iter(come.values())
+        for step, (member, view) in enumerate({me: own, **come}.items(), 1):
+            if taken := next(coming, None):
+                self._copy(b, f"hop {step} of {tensor.name}", (following, view), (before, taken))
+            if member == me:
+                source, target = Split(own, 0, 1), Split(arrived.part(me), 0, 1)
+                b.add(Copy(label=f"place {tensor.name}", source=source, target=target))
+            for one in some:
+                self._write_rows(one, every, member * each, (member + 1) * each, {tensor: view})
+        of_all[tensor] = self._in_order(b, tensor, whole, arrived)
+
+    def _summed_by_chunks(self, one: Equation, every: TokenWriter) -> View:
+        """Append a product whose results lack terms of other members, of the tokens of one member after the other, each
+        of which goes there beside the next; and the sum of what comes from there. Return own tokens of it.
+        """
+        (tensor,), b = one.results, every.b
+        ranks, me = self.over.group_of(b.rank), self.over.position(b.rank)
+        own = b.new(tensor.later(every.layer), num_tokens(self.every) // len(ranks))
+        each, divided = own.shape[TOKENS], [some for some in one.operands if not some.of_weight]
+        (_, made), (_, taken) = (self._whole(b, tensor.later(every.layer), own) for _ in range(2))
+
+        def multiply(member: int, into: View) -> None:
+            start, stop = member * each, (member + 1) * each
+            given = {some: every.values[some][:, start:stop] for some in divided}
+            self._write_rows(one, every, start, stop, {**given, tensor: into})
+
+        for step in range(1, len(ranks)):
+            to, by = (me + step) % len(ranks), (me - step) % len(ranks)
+            multiply(to, made.part(to))
+            sent, received = (ranks[to], made.part(to)), (ranks[by], taken.part(by))
+            self._copy(b, f"terms {step} of {tensor.name}", sent, received)
+        multiply(me, taken.part(me))
+        b.add(Fold(label=f"sum {tensor.name}", source=taken, target=Split(own, taken.dim, 1)))
+        return own
+
+    def _copy(self, b: ProgramBuilder, label: str, sent: tuple[int, View], taken: tuple[int, View]) -> None:
+        """Append what copy engines write into one member's memory, and what another one's do into this rank's."""
+        sends, recvs = (Message(*sent),), (Message(*taken),)
+        b.add(Exchange(label=label, communicator=COPIES, sends=sends, recvs=recvs, by_copies=True))
+
     def _write_rows(self, one: Equation, every: TokenWriter, start: int, stop: int, given: Values) -> None:
-        """Append an equation of some of all tokens, which are given."""
-        made = {tensor: every.values[tensor][:, start:stop] for tensor in one.results}
+        """Append an equation of some of all tokens, from what is given and into it, or into what it makes of all."""
+        made = {tensor: every.values[tensor][:, start:stop] for tensor in one.results if tensor not in given}
         weights = {tensor: every.values[tensor] for tensor in one.operands if tensor.of_weight}
-        every._replace(tokens=cut(self.every, start, stop), values={**weights, **given, **made}).write(one)
+        every._replace(tokens=cut(self.every, start, stop), values={**weights, **made, **given}).write(one)
 
     def spread(self, rows: TokenWriter, tensors: tuple[Tensor, ...]) -> Values:
         """Return the values of all tokens of the group: some tensors, having gathered them, what is divided, and all
@@ -180,9 +249,9 @@ class Group(NamedTuple):
             rows.values[tensor] = summed
 
     def gathered(self, b: ProgramBuilder, tensor: Tensor, own: View) -> View:
-        """Append what brings all tokens of a tensor here, where they are not; return them. Where there are several
-        sequences they arrive by members, and are copied, as torch's all-gather along another dimension than the first
-        does it (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
+        """Append what brings all tokens of a tensor here, where they are not; return them. Where those of several
+        sequences lie one behind the other they arrive by members, and are copied, as torch's all-gather along another
+        dimension than the first does it (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
         """
         if not self.options.tp_sequence:
             return own
@@ -227,9 +296,8 @@ class Group(NamedTuple):
 
     def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
         """Return where all tokens of a tensor are to be, and where they arrive."""
-        size, (batch, tokens, *inner) = len(self.over.groups[0]), own.shape
-        shape = (batch, tokens * size, *inner)
-        view = b.buffer(tensor.name, tensor.dims, shape, b.dtype(own), "communication", layer=tensor.layer)
+        size = len(self.over.groups[0])
+        view = b.activation(tensor, own.shape[TOKENS] * size, b.dtype(own), "communication", tensor.layer)
         whole = Split(view, TOKENS, size)
         return whole, whole if b.parts_are_contiguous(whole) else self._by_member(b, tensor, own)
 
@@ -255,6 +323,14 @@ def _widens(equation: Equation, model: ModelSpec, given: Tensor | None = None) -
         return False
     to_share = not (made.of_weight or is_own(made, model))
     return is_product(equation) and is_own(operand, model) and to_share and given in {None, operand}
+
+
+def _narrows(equation: Equation, model: ModelSpec) -> bool:
+    """Return whether it is a product of shares that makes all terms of what ranks have whole that a member has: of rows
+    of a weight, which nothing adds to.
+    """
+    made = equation.results[0]
+    return is_product(equation) and made.kind == "activation" and is_own(made, model) and not equation.adds
 
 
 def _narrows_back(equation: Equation, model: ModelSpec) -> bool:

@@ -4,13 +4,12 @@ and what these send of them.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
-from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, trained, units, updated
 from sim.schedule.model.tensor.group import alike_of
 from sim.schedule.model.weights.params import summed_over_group_bytes
@@ -134,51 +133,34 @@ def part_of(size: int, parts: int) -> int:
     return -(-size // parts)
 
 
-def rows_later(
-    workload: Workload, shards: Shards, options: LayerOptions, share: Share, role: int, owner: int
-) -> dict[str, int] | None:
-    """Return by the tensors of ports how many rows later those are that ``owner`` owns than those that ``role`` does;
-    None where its program may differ from that of ``role`` in more: where either owns fewer than others, or takes them
-    from where they lie among all, or counts others of its share of weights in norms.
-    """
-    within = shards.within
-    if within is None or options.reduce_to == "all" or len(within.group_of(role)) != len(within.group_of(owner)):
-        return None
-    here, there = within.position(role), within.position(owner)
-    each, full = _rows_of_each(workload, len(within.group_of(role)))
-    if max(here, there) >= full:
-        return None
-    for flat in _kinds(workload) if share.of > 1 else ():
-        if _counted(share, flat, each[flat.name], here) != _counted(share, flat, each[flat.name], there):
-            return None
-    return {name: rows * (there - here) for name, rows in each.items()}
+class Ownership:
+    """What the ranks own that have the same share of weights: of each flat tensor one of so many parts."""
+
+    def __init__(self, workload: Workload, share: Share, parts: int) -> None:
+        """Find it of a workload of one share."""
+        self._flats: list[tuple[int, int, list[Span]]] = []
+        """Of those that consist of the same, as those of layers, one: its elements, those of a part, and which of all
+        this share's ranks count in norms."""
+        self.rows: dict[str, int] | None = {}
+        """By the tensors of ports how many rows a part has, padding included; None where units differ in one."""
+        for unit in {unit.flat.parts: unit for unit in units(workload)}.values():
+            (size,) = unit.flat.shape(workload.model)
+            each = part_of(size, parts)
+            self._flats.append((size, each, share.counted(unit.flat, Span(0, size))))
+            names = [port.name for tensor in (*unit.states, unit.working) for port in (tensor, updated(tensor))]
+            if self.rows is None or any(self.rows.get(name, each) != each for name in names):
+                self.rows = None
+            else:
+                self.rows |= dict.fromkeys(names, each)
+
+    def kind(self, at: int) -> Hashable:
+        """Return what a program depends on of the part that its rank owns, beside which rows these are: how many there
+        are, and which of them it counts in norms.
+        """
+        return tuple([_cut(at * each, min((at + 1) * each, size), counted) for size, each, counted in self._flats])
 
 
-@lru_cache(maxsize=64)
-def _kinds(workload: Workload) -> tuple[Tensor, ...]:
-    """Return one flat tensor of all that consist of the same: those of layers do."""
-    return tuple({unit.flat.parts: unit.flat for unit in units(workload)}.values())
-
-
-@lru_cache(maxsize=64)
-def _rows_of_each(workload: Workload, parts: int) -> tuple[dict[str, int], int]:
-    """Return by the tensors of ports how many rows each of some equal parts has, and how many parts have so many: none
-    where that is not the same in all units.
-    """
-    each: dict[str, int] = {}
-    full = parts
-    for unit in units(workload):
-        (size,) = unit.flat.shape(workload.model)
-        rows = part_of(size, parts)
-        full = min(full, size // rows)
-        for tensor in (*unit.states, unit.working):
-            for port in (tensor, updated(tensor)):
-                if each.setdefault(port.name, rows) != rows:
-                    return {}, 0
-    return each, full
-
-
-def _counted(share: Share, flat: Tensor, each: int, at: int) -> tuple[Span, ...]:
-    """Return which of the elements that a rank owns it counts in norms, the first one being 0."""
-    rows = Span(at * each, (at + 1) * each)
-    return tuple([span.moved(-rows.start) for span in share.counted(flat, rows)])
+def _cut(start: int, stop: int, counted: list[Span]) -> Hashable:
+    """Return how many elements a part has, and which of them are among those that are counted."""
+    some = [(max(one.start, start) - start, min(one.stop, stop) - start) for one in counted]
+    return stop - start, tuple([(first, last) for first, last in some if first < last])
