@@ -33,6 +33,8 @@ from sim.words.profile import Profile, encode_profile
 if TYPE_CHECKING:
     from calibrate.held.leave_one_out import Residual
 
+_SHOWN = 4
+"""Cases of a set that a front page shows, at least."""
 _MARK = "<!-- generator: longstep -->"
 CHAPTER_FILE = Kind("a chapter of evidence", marked(_MARK))
 _HEADLINES = re.compile(rf"(?m)^\| {HEADLINE_HEADS[0]} \|.*\n(?:\|.*\n)*")
@@ -127,9 +129,12 @@ def on_front_page(text: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def front_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the table of headlines that a front page shows: fewer columns than the chapter has."""
-    shown = [HEADLINE_HEADS.index(head) for head in FRONT_HEADS]
-    return markdown_table([*FRONT_HEADS.values()], [[row[place] for place in shown] for row in rows])
+    """Return the table of headlines that a front page shows: fewer columns than the chapter has, and no sets of few
+    cases, of which a mean says little.
+    """
+    shown, cases = [HEADLINE_HEADS.index(head) for head in FRONT_HEADS], HEADLINE_HEADS.index("cases")
+    large = [row for row in rows if int(row[cases]) >= _SHOWN]
+    return markdown_table([*FRONT_HEADS.values()], [[row[place] for place in shown] for row in large])
 
 
 def executed_section(kept: Kept[Record], folder: Path) -> list[str]:
