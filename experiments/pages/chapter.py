@@ -33,7 +33,7 @@ from sim.words.profile import Profile, encode_profile
 if TYPE_CHECKING:
     from calibrate.held.leave_one_out import Residual
 
-_SHOWN = 4
+SHOWN = 4
 """Cases of a set that a front page shows, at least."""
 _MARK = "<!-- generator: longstep -->"
 CHAPTER_FILE = Kind("a chapter of evidence", marked(_MARK))
@@ -133,7 +133,7 @@ def front_table(rows: Sequence[Sequence[str]]) -> str:
     cases, of which a mean says little.
     """
     shown, cases = [HEADLINE_HEADS.index(head) for head in FRONT_HEADS], HEADLINE_HEADS.index("cases")
-    large = [row for row in rows if int(row[cases]) >= _SHOWN]
+    large = [row for row in rows if int(row[cases]) >= SHOWN]
     return markdown_table([*FRONT_HEADS.values()], [[row[place] for place in shown] for row in large])
 
 

@@ -24,7 +24,7 @@ from experiments.evidence.headlines import HEADLINE_HEADS, headlines
 from experiments.evidence.papers.cases import FOLDER, written_cases
 from experiments.evidence.papers.coverage import REGIME_HEADS
 from experiments.evidence.papers.published import measured_on, rests_on
-from experiments.pages.chapter import executed_section, front_table, on_front_page
+from experiments.pages.chapter import SHOWN, executed_section, front_table, on_front_page
 from experiments.recipes.evidence import EvidenceFiles, evidence
 from experiments.verbs.cli import open_console
 from sim.base.errors import InputError
@@ -72,6 +72,7 @@ def test_a_chapter_of_small_sources(
     (tmp_path / "some run" / "record.svg").write_text("<svg/>")
     out = tmp_path / "README.md"
     monkeypatch.setattr(sys, "argv", ["/somewhere/recipes/__main__.py", "evidence"])
+    monkeypatch.setattr("experiments.pages.chapter.SHOWN", 2)
     front, errors = tmp_path / "front.md", tmp_path / "errors.json"
     front.write_text("# Toy\n\n| measured | old |\n| --- | --- |\n| a | b |\n\nBehind.\n")
     files = EvidenceFiles(str(out), str(front), str(errors))
@@ -225,6 +226,10 @@ def test_the_front_page_says_what_the_quiet_repeats_of_a_slower_machine_show() -
 
 
 def test_the_front_page_shows_the_first_table_of_the_chapter() -> None:
+    """But sets of few steps."""
     rows = tables(committed())[0][1:]
+    few = {row[0] for row in rows if int(row[1]) < SHOWN}
+    assert few
+    assert not any(name in (ROOT / "README.md").read_text() for name in few)
     assert front_table(rows) in (ROOT / "README.md").read_text()
     assert any("H100" in row[0] for row in rows)
