@@ -67,5 +67,5 @@ def test_what_ships_is_of_the_sets_that_ship() -> None:
     for regime in get_args(Regime):
         found = shipped().reach(regime)
         assert found is not None
-        assert 0.01 < found.below < 1
+        assert 0 <= found.below < 1, "0 where all steps of a regime take longer than predicted"
         assert 0.01 < found.above < 2
