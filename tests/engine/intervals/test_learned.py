@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import get_args
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from experiments.evidence.executed.record import judged, kept_records
 from experiments.evidence.headlines import steps_on
 from experiments.evidence.papers.published import read_all
-from sim.engine.intervals.learned import LEAST, NOTHING, Learned, StepErrors, shipped
+from sim.engine.intervals.learned import BEYOND, LEAST, NOTHING, Learned, StepErrors, shipped
 from sim.engine.intervals.regime import Regime
 from sim.setup.names import DATASHEET
 
@@ -67,5 +68,6 @@ def test_what_ships_is_of_the_sets_that_ship() -> None:
     for regime in get_args(Regime):
         found = shipped().reach(regime)
         assert found is not None
-        assert 0 <= found.below < 1, "0 where all steps of a regime take longer than predicted"
+        sooner = [statistics.mean(error < 0 for error in some) for some in shipped().about(regime)]
+        assert 0.01 < found.below < 1 or statistics.mean(sooner) <= BEYOND, "few take less than predicted"
         assert 0.01 < found.above < 2
