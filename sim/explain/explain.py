@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from sim.accounts.breakdown import breakdown, critical_rank
-from sim.accounts.memory import walks
 from sim.base.errors import InputError
 from sim.base.garbage import garbage_collection_off
 from sim.diagnose.judge import Judge, play, quick
@@ -18,7 +17,7 @@ from sim.diagnose.kernel_names import kind_of_op
 from sim.diagnose.measured import Measured, findings_of_figures
 from sim.engine.play.simulate import Simulation
 from sim.engine.results.floors import floors
-from sim.engine.results.room import allocated, room_of
+from sim.engine.results.room import room_played
 from sim.explain.changes import changes
 from sim.explain.logs import Figure, Logged, read_log
 from sim.explain.screen import Explanation, Memory
@@ -72,9 +71,8 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     rows = found.rows(**given)
     predicted = _without_noise(shortened(setup).setups[-1]).predicted()
     step = _Step(setup, predicted)
-    folded = predicted.simulation.fold
-    allocator = allocated(folded.checked, folded.cluster, setup.resolved().allocator)
-    room = room_of(predicted.checked.schedule.header, walks(folded.checked), folded.cluster, allocator)
+    header, folded = predicted.checked.schedule.header, predicted.simulation.fold
+    room = room_played(header, folded, setup.resolved().allocator)
     terms = {str(name): nbytes for name, nbytes in room.terms.items()}
     memory = Memory(terms, room.tightest, room.limits[0], room.fits)
     measured = _measured(logged, setup.resolved())

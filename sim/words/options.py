@@ -172,6 +172,16 @@ class LayerOptions:
     products that make them (in-products), as Megatron-LM's main_grad (megatron-core 0.16.1 tensor_parallel/layers.py,
     gradient_accumulation_fusion): no kernel of its own adds them, but that of an embedding."""
 
+    @property
+    def begins_with_own(self) -> bool:
+        """Whether products of gathered tokens begin with a rank's own, wherever these lie among all."""
+        return self.tp_sequence and self.tp_overlap in {"shards", "chunks"}
+
+    @property
+    def moves_chunks(self) -> bool:
+        """Whether copy engines move the tokens of one member at a time beside products of others."""
+        return self.tp_sequence and self.tp_overlap == "chunks"
+
     def of_scope(self, scope: str, tp: int = 1) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one, and those of tensor parallelism only
         where so many ranks have shares of weights; raises InputError for one of a step that is set at another scope.

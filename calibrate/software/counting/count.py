@@ -125,7 +125,7 @@ class FlashAttention(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **given)
         if given.get("attn_mask") is not None or given.get("dropout_p"):
-            raise NotImplementedError("attention with a mask or dropout: the flash kernel has neither")
+            raise InputError("attention with a mask or dropout is not counted: the flash kernel has neither")
         if torch.is_autocast_enabled("cpu"):
             args = tuple(one.to(torch.get_autocast_dtype("cpu")) for one in args)
         flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 - what the public function dispatches to

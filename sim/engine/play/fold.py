@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sim.base.kept import kept
-from sim.schedule.derive.roles import roles
+from sim.schedule.derive.roles import firsts, roles
 from sim.schedule.proof.check import Checked
 from sim.words.mesh import Axis, Mesh
 from topology.cluster import Cluster
@@ -26,7 +26,7 @@ _NAMED = 8
 _CALLED: dict[Axis, str] = {"dp": "data-parallel replicas", "tp": "members of each tensor-parallel group"}
 
 Played = Mapping[Axis, Mapping[int, Sequence[int]]]
-"""See Fold."""
+"""By axis the places that are played, each with those that it is played for; of an axis that is not there all."""
 
 
 class Fold(NamedTuple):
@@ -37,7 +37,7 @@ class Fold(NamedTuple):
     cluster: Cluster
     """The devices of these ranks come first."""
     played: Mapping[Axis, Mapping[int, Sequence[int]]] = {}
-    """By axis the places that are played, each with those that it is played for; of an axis that is not there all."""
+    """See Played."""
     notes: tuple[str, ...] = ()
     """What is to be said of it."""
 
@@ -164,6 +164,5 @@ def _members(alike: Sequence[int], cluster: Cluster, mesh: Mesh, played: Played)
 def _is_on_host(checked: Checked) -> bool:
     """Return whether a schedule keeps anything in the memory of hosts, which GPUs of a node share."""
     schedule = checked.schedule
-    ranks = schedule.header.mesh.at({axis: sorted(set(places)) for axis, places in roles(schedule).items()})
-    fragments = {call.fragment.shared for rank in ranks for call in schedule.program(rank).calls}
-    return any(buffer.place == "host" for fragment in fragments for buffer in fragment.own)
+    ranks = schedule.header.mesh.at({axis: firsts(places) for axis, places in roles(schedule).items()})
+    return any(buffer.place == "host" for fragment in schedule.fragments(ranks) for buffer in fragment.own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -12,8 +12,10 @@ import msgspec
 from sim.accounts.footprint import Footprint, footprint
 from sim.accounts.memory import MemoryWalk, Term, walks
 from sim.accounts.reserved import Allocations, Reserved, allocations_of
+from sim.engine.play.fold import Fold
 from sim.schedule.ir.program import Header
 from sim.schedule.proof.check import Checked
+from sim.words.mesh import Mesh
 from sim.words.options import AllocatorName
 from topology.cluster import Cluster
 from topology.fabric.fabrics import socket_of
@@ -117,11 +119,16 @@ def allocated(checked: Checked, cluster: Cluster, name: AllocatorName | None) ->
     """Return what an allocator reserves for the ranks of a schedule that are on the first devices of a cluster, of each
     stage for the one that allocates most; None where it is not known, and on a CPU host, whose memory ranks share.
     """
-    mesh, walked = checked.schedule.header.mesh, walks(checked)
-    fullest: dict[int, int] = {}
-    for rank in sorted(range(len(walked)), key=lambda rank: (walked[rank].peak_bytes, -rank)):  # the first of equals
-        fullest[mesh.place(rank)["pp"]] = rank
-    return allocated_for((allocations_of(checked, fullest[stage]) for stage in sorted(fullest)), cluster, name)
+    fullest = fullest_of(checked.schedule.header.mesh, dict(enumerate(walks(checked))))
+    return allocated_for((allocations_of(checked, rank) for rank in fullest), cluster, name)
+
+
+def fullest_of(mesh: Mesh, walked: Mapping[int, MemoryWalk]) -> list[int]:
+    """Return of each stage of a pipeline the rank that allocates most, of equal ones the first, by walks of ranks."""
+    found: dict[int, int] = {}
+    for rank in sorted(walked, key=lambda rank: (walked[rank].peak_bytes, -rank)):
+        found[mesh.place(rank)["pp"]] = rank
+    return [found[stage] for stage in sorted(found)]
 
 
 def allocated_for(stages: Iterable[Allocations], cluster: Cluster, name: AllocatorName | None) -> Allocated | None:
@@ -147,6 +154,12 @@ def _of_stage(found: Allocations, name: AllocatorName, has: int, within: int) ->
     limits = [limit for limit in (has - within, has + within) if limit < free[0]]
     may_do = [limit for limit in limits if found.peak(name, ahead=False, limit=limit) is not None]
     return Reserved(*logged), Reserved(min([free[0], *may_do]), free[1])
+
+
+def room_played(header: Header, folded: Fold, name: AllocatorName | None) -> Room:
+    """Return the memory of a schedule's step, by what is played of it, with an allocator where that is known."""
+    reserved = allocated(folded.checked, folded.cluster, name)
+    return room_of(header, walks(folded.checked), folded.cluster, reserved)
 
 
 def room_of(header: Header, walked: list[MemoryWalk], cluster: Cluster, allocator: Allocated | None = None) -> Room:

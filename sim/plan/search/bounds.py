@@ -21,7 +21,7 @@ from sim.engine.costs.cost import CostModel
 from sim.engine.play.facts import largest_part
 from sim.engine.play.work import Work
 from sim.engine.results.floors import link_floors
-from sim.engine.results.room import Room, allocated_for, room_of
+from sim.engine.results.room import Room, allocated_for, fullest_of, room_of
 from sim.plan.search.few import Few
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.kernels import kernel_uses
@@ -109,8 +109,7 @@ def least_room(found: Configuration, *, reserved: bool = False) -> Room:
     alike = {mesh.place(rank)["pp"]: rank for rank in ranks}
     roles = ((rank, mesh.role(rank)) for rank in range(mesh.size))
     of_ranks = [walked.get(role) or walked[alike[mesh.place(rank)["pp"]]] for rank, role in roles]
-    fullest = {mesh.place(rank)["pp"]: rank for rank in sorted(ranks, key=lambda rank: walked[rank].peak_bytes)}
-    stages = (Allocations(programs[rank], derived[rank]) for _, rank in sorted(fullest.items()))
+    stages = (Allocations(programs[rank], derived[rank]) for rank in fullest_of(mesh, walked))
     allocator = allocated_for(stages, found.cluster, found.allocator) if reserved else None
     return room_of(schedule.header, of_ranks, found.cluster, allocator)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sim.accounts.memory import walks
 from sim.base.garbage import garbage_collection_off
 from sim.engine.play.fold import Fold, fold
-from sim.engine.results.room import Room, allocated, room_of
+from sim.engine.results.room import Room, room_played
 from sim.schedule.ir.program import Header
 from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import Checked
@@ -18,8 +18,7 @@ __all__ = ["Room", "held_behind_passes", "room"]
 def room(found: Configuration) -> Room:
     """Return the memory of a configuration's step, as its prediction would. Raises InputError if it cannot be built."""
     header, folded = _folded(found)
-    reserved = allocated(folded.checked, folded.cluster, found.allocator)
-    return room_of(header, walks(folded.checked), folded.cluster, reserved)
+    return room_played(header, folded, found.allocator)
 
 
 @garbage_collection_off()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sim.accounts.memory import walks
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.extrapolated import decisive
 from sim.engine.intervals.interval import Interval
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
-from sim.engine.results.room import Room, allocated, room_of
+from sim.engine.results.room import Room, room_played
 from sim.engine.results.sensitivity import IMBALANCE, TOLD, Bound, bound
 from sim.plan.search.bounds import least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
@@ -141,12 +140,11 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
     than the one that ``least_room`` builds, that one is all that has to be built of the whole; of many micro-batches
     few where an allocator is walked, which reserves within 0.4 % of what it does for all.
     """
-    header, played = last.checked.schedule.header, last.fold
+    header = last.checked.schedule.header
     whole = setup.resolved()
     if (header.workload.layers, header.workload.batch) == (whole.workload.layers, whole.workload.batch):
-        reserved = allocated(played.checked, played.cluster, whole.allocator)
-        return room_of(header, walks(played.checked), played.cluster, reserved)
-    few = room_of(header, walks(played.checked), played.cluster)
+        return room_played(header, last.fold, whole.allocator)
+    few = room_played(header, last.fold, None)
     if few.limits == least_room(of_played(of_turns(setup).setups[-1]).setups[-1].resolved()).limits:
         return least_room(whole) if whole.allocator is None else reserved_room(setup)
     return room(whole)

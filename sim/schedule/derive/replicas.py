@@ -27,10 +27,9 @@ def folds(schedule: Schedule) -> bool:
         if spanning is None:
             return False
         spans[communicator.name] = spanning
-    fragments = {call.fragment.shared for rank in mesh.first_replica for call in schedule.program(rank).calls}
     return all(
         isinstance(op, AllReduce | Barrier)
-        for fragment in fragments
+        for fragment in schedule.fragments(mesh.first_replica)
         for op in fragment.ops
         if isinstance(op, Exchange | Collective) and spans.get(op.communicator, True)
     )

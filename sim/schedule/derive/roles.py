@@ -130,8 +130,7 @@ def _unlike(schedule: Schedule, places: Mapping[Axis, Sequence[int]]) -> set[str
     """
     if all(len(some) == schedule.header.mesh.degrees[axis] for axis, some in places.items()):
         return set()
-    programs = map(schedule.program, schedule.header.mesh.at(places))
-    fragments = {call.fragment.shared for program in programs for call in program.calls}
+    fragments = schedule.fragments(schedule.header.mesh.at(places))
     ops = (op for fragment in fragments for op in fragment.ops if isinstance(op, Exchange | Collective))
     return {op.communicator for op in ops if not _is_alike_for_all(op)}
 

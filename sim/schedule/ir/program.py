@@ -359,6 +359,10 @@ class Schedule:
         with garbage_collection_off():
             return [self.program(rank) for rank in range(self.num_ranks)]
 
+    def fragments(self, ranks: Iterable[int]) -> set[Fragment]:
+        """Return the fragments that some ranks call, of those that are alike one."""
+        return {call.fragment.shared for rank in ranks for call in self.program(rank).calls}
+
     def at(self, places: Mapping[Axis, Sequence[int]]) -> Schedule:
         """Return the schedule of the ranks at some places along some axes, rising, which communicate among themselves
         only. What they do has to stand for all, see ``sim.schedule.derive.roles``.

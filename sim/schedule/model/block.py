@@ -123,10 +123,10 @@ def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName, products:
     if model.parallel_residual:
         from_heads = product("o", out, wo, middle, of_out, following)
         mlp = _mlp(model, h1, following, tile, product, together)
-        joined, residual = add(middle, following, "sum of both")._replace(backward=()), add(x, following, "residual")
+        both, residual = add(middle, following, "sum of both")._replace(backward=()), add(x, following, "residual")
         return [
             Around(
-                (*normed, *projected.forward, *evened, *turned), (*from_heads.forward, *mlp.forward, joined, residual)
+                (*normed, *projected.forward, *evened, *turned), (*from_heads.forward, *mlp.forward, both, residual)
             ),
             Around((*mlp.back, *from_heads.back), (*turned, *evened, *projected.back, *normed, residual)),
         ]

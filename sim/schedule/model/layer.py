@@ -299,8 +299,7 @@ class _Ranks:
         member = mesh.place(rank)["tp"]
         owned = self._owning(member).kind(at) if self.workload.scope == "step" else ()
         of_all = at if options.reduce_to == "all" else 0
-        begins_with_own = options.tp_sequence and options.tp_overlap in {"shards", "chunks"}
-        return owned, of_all, member if begins_with_own else 0, self._num_tokens(mesh.role(rank))
+        return owned, of_all, member if options.begins_with_own else 0, self._num_tokens(mesh.role(rank))
 
     @cached_property
     def _positions(self) -> dict[int, int]:

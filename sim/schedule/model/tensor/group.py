@@ -56,7 +56,7 @@ def alike_of(mesh: Mesh, model: ModelSpec) -> tuple[Communicator, ...]:
 
 def copies_of(mesh: Mesh, options: LayerOptions) -> tuple[Communicator, ...]:
     """Return the communicator of what copy engines move in these groups, if they move anything."""
-    moves = mesh.tp > 1 and options.tp_sequence and options.tp_overlap == "chunks"
+    moves = mesh.tp > 1 and options.moves_chunks
     return (Communicator(name=COPIES, groups=mesh.groups("tp")),) if moves else ()
 
 
@@ -105,7 +105,7 @@ class Group(NamedTuple):
             used = dict.fromkeys(tensor for one in some for tensor in one.operands if is_own(tensor, model))
             to_come = [tensor for tensor in used if tensor not in of_all]
             in_shards = to_come and self._begins_with_own(some[0], model)
-            if in_shards and self._moves_chunks:
+            if in_shards and self.options.moves_chunks:
                 self._write_by_hops(some, every, values[to_come[0]])
             elif in_shards:
                 self._write_by_shards(some, every, values[to_come[0]])
@@ -113,7 +113,7 @@ class Group(NamedTuple):
                 of_all |= {one: self.gathered(rows.b, one.later(rows.layer), values[one]) for one in to_come}
             summed: Values = {}
             for one in sorted(some, key=is_of_weights):
-                if self._moves_chunks and _narrows(one, model) and last[one.results[0]] is one:
+                if self.options.moves_chunks and _narrows(one, model) and last[one.results[0]] is one:
                     summed[one.results[0]] = self._summed_by_chunks(one, every)
                     continue
                 if not in_shards:
@@ -147,14 +147,9 @@ class Group(NamedTuple):
 
     def _begins_with_own(self, equation: Equation, model: ModelSpec) -> bool:
         """Return whether it is a product of gathered tokens that begins with own ones."""
-        chosen = self.options.tp_sequence and self.options.tp_overlap in {"shards", "chunks"}
         of_head = any("vocab" in tensor.axes for tensor in equation.operands)
-        return chosen and _widens(equation, model) and not (self._moves_chunks and of_head)
-
-    @property
-    def _moves_chunks(self) -> bool:
-        """Whether copy engines move the tokens of one member at a time beside products of others."""
-        return self.options.tp_sequence and self.options.tp_overlap == "chunks"
+        in_order = _widens(equation, model) and not (self.options.moves_chunks and of_head)
+        return self.options.begins_with_own and in_order
 
     def _write_by_shards(self, some: tuple[Equation, ...], every: TokenWriter, own: View) -> None:
         """Append products of one tensor: of own tokens while those of other members are gathered, then of those before
