@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # Small tensors in several threads are no faster, and many times slower where something else runs on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What a test proves it proves by the code that it tests, and leaves nothing to others; so do processes that it starts.
+os.environ["LONGSTEP_PROOFS"] = "off"
+
 SERVED = ("serving", "test_serve_browser", "test_serve_guard", "test_serve_server")
 """What tests a server, and what they share."""
 

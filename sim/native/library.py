@@ -14,7 +14,6 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,8 @@ from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from pathlib import Path
+
+from sim.base.cache import is_own, own_folder
 
 FLAGS = ("-std=c11", "-O2", "-ffp-contract=off", "-fPIC", "-shared")
 """Contraction would round a * b + c once where Python rounds twice."""
@@ -53,8 +54,8 @@ def _found(name: str, accept: Accept | None, *more: str) -> ctypes.CDLL | str:
     source = resources.files("sim.native").joinpath(f"{name}.c").read_bytes()
     about = b"\0".join([source, *map(str.encode, (*FLAGS, *more, sys.platform, platform.machine()))])
     kept = f"{name}-{hashlib.sha256(about).hexdigest()[:16]}.so"
-    folder = _cache()
-    if folder is not None and _is_own(folder / kept):
+    folder = own_folder("native")
+    if folder is not None and is_own(folder / kept):
         with contextlib.suppress(OSError):  # a damaged file is made anew
             return ctypes.CDLL(str(folder / kept))
     try:
@@ -69,25 +70,6 @@ def _found(name: str, accept: Accept | None, *more: str) -> ctypes.CDLL | str:
             return library
     except (UnavailableError, OSError) as error:
         return str(error)
-
-
-def _cache() -> Path | None:
-    """Return the folder of compiled libraries; None if it is another user's, or cannot be written."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longstep" / "native"
-        folder.mkdir(parents=True, exist_ok=True, mode=_OWN)
-    except (OSError, RuntimeError):  # read-only, or no home
-        return None
-    return folder if _is_own(folder) and os.access(folder, os.W_OK) else None
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether something is there that nobody but the user can have written."""
-    try:
-        status = path.stat()
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == _OWN
 
 
 def _compile(source: bytes, target: Path, more: tuple[str, ...]) -> None:

@@ -17,7 +17,8 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import Entry
 from sim.schedule.methods.hints import Hints
 from sim.schedule.methods.one_device import on_one_device
-from sim.schedule.proof.check import Checked, check
+from sim.schedule.proof.check import Checked
+from sim.schedule.proof.remembered import check_once
 from sim.setup import names
 from sim.setup.effort import BUILT, Asked, require_small
 from sim.setup.masks import Kept
@@ -86,8 +87,8 @@ class Configuration:
         """Return the schedule, built and proved; raises InputError also where a builder of the user's fails."""
         schedule = self.built(share=1.0)
         with blaming_the_builder():
-            checked = check(schedule)
-        return check(on_one_device(checked)) if self.one_device else checked
+            checked = check_once(schedule)
+        return check_once(on_one_device(checked)) if self.one_device else checked
 
     def padded(self) -> Configuration:
         """Return it with as many tokens of padding as the schedule needs; of sequences with documents of their own each
