@@ -100,21 +100,25 @@ class Jobs:
         setup = setup_of(asked.question, yes=asked.anyway)
         yield {"part": "spelled", **_spelled(asked.question)}
         found = setup.resolved()
+        yield from self._told(asked, setup, found)
+        yield from ({"part": "offers", **some} for some in offers(setup, found))
+
+    def _told(self, asked: Ask, setup: Setup, found: Configuration) -> Iterator[Part]:
+        """Yield all that is said of the question itself."""
         taken = effort_of(found.asked)
+        is_step = found.workload.scope == "step"
         if taken and not asked.anyway and not _is_in_budget(taken):
             yield {"part": "refused", **_refused(found, taken)}
-            if found.workload.scope == "step" and taken.seconds < _LONG_S * found.mesh.size:
+            if is_step and taken.seconds < _LONG_S * found.mesh.size:
                 with suppress(InputError):  # then it says nothing of a rank
                     yield {"part": "bounded", **_draft(setup, taken)}
-            yield from ({"part": "offers", **some} for some in offers(setup, found))
             return
-        if taken and taken.seconds > _LONG_S and found.workload.scope == "step":
+        if taken and is_step and taken.seconds > _LONG_S:
             yield {"part": "draft", **_draft(setup, taken)}
         try:
             prediction = self._player.prediction(found)
         except InputError as error:
             yield _wrong(error)
-            yield from ({"part": "offers", **some} for some in offers(setup, found))
             return
         first = first_figures(prediction)
         yield {"part": "figures", **figures(prediction, first)}
@@ -122,7 +126,6 @@ class Jobs:
         last = all_figures(prediction, first)
         yield {"part": "whole", **whole(prediction, last)}
         self._keep(asked.question, row_of(prediction, last))
-        yield from ({"part": "offers", **some} for some in offers(setup, found))
 
     def longest(self, asked: Ask) -> Iterator[Part]:
         """Yield the longest context that fits, as ``ladder`` finds it."""

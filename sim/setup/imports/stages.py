@@ -63,25 +63,9 @@ def _megatron(asked: Asked) -> tuple[int, ...]:
     stage are said to have; each stage's chunks are equal (megatron-core 0.16.1 transformer/transformer_block.py,
     get_num_layers_to_build; flags as Megatron-LM's arguments.py has them, from memory).
     """
-    pp = asked.pp
     if "layout" in asked.facts:
         return _laid_out(asked)
-    first, last = asked.count("first_layers"), asked.count("last_layers")
-    embedding, loss = asked.count("first_less"), asked.count("last_less")
-    if (first or last) and (embedding or loss):
-        raise InputError(
-            f"{asked.said('first_layers', 'last_layers', 'first_less', 'last_less')}: leave out two of them"
-        )
-    middle = pp - bool(first) - bool(last)
-    spread = asked.layers - first - last + embedding + loss
-    if spread < 0 or bool(spread) != bool(middle) or (middle and spread % middle):
-        said = asked.said("first_layers", "last_layers", "first_less", "last_less")
-        raise InputError(
-            f"{asked.layers} layers{f' with {said}' if said else ''} leave {spread} for {middle} stages of "
-            f"{asked.named('pp')} {pp}, which do not divide: change one of them, {_SETS}"
-        )
-    each = spread // middle if middle else 0
-    stages = [*[first] * bool(first), *[each] * middle, *[last] * bool(last)]
+    stages, each = _megatron_stages(asked)
     of_chunk = asked.count("chunk_layers")
     if of_chunk and each % of_chunk:
         raise InputError(
@@ -94,9 +78,29 @@ def _megatron(asked: Asked) -> tuple[int, ...]:
             f"one of them, {_SETS}"
         )
     found = [layers // chunks for _ in range(chunks) for layers in stages]
-    found[0] -= embedding
-    found[-1] -= loss
+    found[0] -= asked.count("first_less")
+    found[-1] -= asked.count("last_less")
     return _in_groups(asked, tuple(found))
+
+
+def _megatron_stages(asked: Asked) -> tuple[list[int], int]:
+    """Return the layers of each stage, embedding and head among them where they are counted, and those of each stage
+    between the first and the last that are given.
+    """
+    given = ("first_layers", "last_layers", "first_less", "last_less")
+    first, last, embedding, loss = map(asked.count, given)
+    if (first or last) and (embedding or loss):
+        raise InputError(f"{asked.said(*given)}: leave out two of them")
+    middle = asked.pp - bool(first) - bool(last)
+    spread = asked.layers - first - last + embedding + loss
+    if spread < 0 or bool(spread) != bool(middle) or (middle and spread % middle):
+        said = asked.said(*given)
+        raise InputError(
+            f"{asked.layers} layers{f' with {said}' if said else ''} leave {spread} for {middle} stages of "
+            f"{asked.named('pp')} {asked.pp}, which do not divide: change one of them, {_SETS}"
+        )
+    each = spread // middle if middle else 0
+    return [*[first] * bool(first), *[each] * middle, *[last] * bool(last)], each
 
 
 def _in_groups(asked: Asked, found: tuple[int, ...]) -> tuple[int, ...]:
