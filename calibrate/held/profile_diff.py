@@ -38,7 +38,7 @@ class KernelDiff(NamedTuple):
 
     @property
     def spread(self) -> tuple[float, float, float]:
-        """The ratio below which 5 % of the points are, the median, and that below which 95 % are."""
+        """The 5th percentile, the median and the 95th percentile of the ratios."""
         low, median, high = np.percentile([one.ratio for one in self.points], [5, 50, 95])
         return float(low), float(median), float(high)
 

@@ -177,8 +177,8 @@ def _value(data: Any, steps: Sequence[str]) -> object:
 
 
 def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec:
-    """Return ``spec``, a struct or a dataclass, with the figures at some paths replaced, in turn, and then seen to be
-    valid together.
+    """Return ``spec``, a struct or a dataclass, with the figures at some paths replaced in turn. The result is
+    validated.
 
     A path is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). Beside it
     stands a value, or ``*2`` and ``/2`` relative to the present one; of words and numbers that may be left out

@@ -128,7 +128,7 @@ def _is_length(text: str) -> bool:
 
 
 def limits(key: str, between: str) -> tuple[float, float]:
-    """Return the ends of a range LOW..HIGH; raises InputError for what is none."""
+    """Return the ends of a range LOW..HIGH; raises InputError for any other text."""
     low, dots, high = between.partition("..")
     where = f"`along` {key}="
     ends = _number(where, between, low), _number(where, between, high) if dots else 0.0
@@ -155,7 +155,9 @@ def changed(setup: Setup, values: Mapping[str, str]) -> Setup:
 
 
 def field_of(key: str) -> str:
-    """Return what the library calls a key, which may be an option of the command line; raises InputError for none."""
+    """Return the library's name of a key, which may be an option of the command line; raises InputError for an unknown
+    one.
+    """
     root, dot, _ = key.partition(".")
     if dot:
         if root not in SET_ROOTS:

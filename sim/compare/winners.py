@@ -74,7 +74,9 @@ def _numbered(place: dict[str, Any]) -> dict[str, Any]:
 
 
 def judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
-    """Return what is said of one place, of the rows of whoever competes there by ``field``: as ``winners`` has it."""
+    """Return the row that ``winners`` has for one place, from the rows that compete there; ``field`` is what they
+    differ in.
+    """
     found: dict[str, Any] = dict.fromkeys(
         ("winner", "degrees", "step_time_s", "behind", "ratio", "tied", "bound_by", "other_bound")
     )

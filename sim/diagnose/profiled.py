@@ -59,7 +59,7 @@ class TracedRank(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """The number of steps."""
         return len(self.bounds_s) - 1
 
     @property

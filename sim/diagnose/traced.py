@@ -126,7 +126,7 @@ def _streamed_s(simulation: Simulation) -> list[float]:
 
 
 def traced(ranks: Sequence[TracedRank], simulation: Simulation) -> Traced:
-    """Return what traces of some ranks, which are not none, say beside the simulated run."""
+    """Return what traces say beside the simulated run; there is at least one."""
     measured, simulated = _mean_kinds(ranks), kinds_s(simulation, loops_apart=_sees_kernels(ranks))
     kinds = [KindRow(kind, measured[kind], simulated[kind]) for kind in KINDS_OF_WORK
              if measured[kind] or simulated[kind]]  # fmt: skip

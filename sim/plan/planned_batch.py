@@ -21,9 +21,10 @@ from sim.setup.setup import Setup
 
 
 def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_length: bool = False) -> Setup:
-    """Return a setup with the ``global_batch`` that its plan keeps, on so many GPUs or any of ``counts``; ``any`` where
-    a ``batch`` above 1 says what each replica has. Where lengths are looked for it is ``of_any_length``: then raises
-    InputError for one in tokens; and always for documents of each micro-batch, whose number plans choose.
+    """Return a setup with the ``global_batch`` that its plan keeps, on its GPUs or on any number of ``counts``. It is
+    ``any`` where a ``batch`` above 1 sets the sequences of each replica. A search for lengths (``of_any_length``) takes
+    no global batch in tokens: raises InputError for one, and for documents of each micro-batch, because plans choose
+    the number of micro-batches.
 
     >>> with_batch(Setup(gpus=64, seq="64K")).assumed["global_batch"], with_batch(Setup(seq="4M")).global_batch
     ('8', '1')
@@ -58,7 +59,7 @@ def _replicas(setup: Setup, gpus: int) -> int:
 
 
 def require_shared(setup: Setup, found: Sequence[Family]) -> None:
-    """Raise InputError where no number of replicas that degrees leave shares the global batch."""
+    """Raise InputError where the degrees leave no number of replicas that divides the global batch."""
     if found or setup.global_batch in {None, ANY}:
         return
     for family in families(setup.replace(global_batch=ANY)):

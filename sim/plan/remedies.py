@@ -26,7 +26,7 @@ PARTS = 16
 
 
 def remedies(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what would make something fit where ``least`` is what lacks least: each alone is enough."""
+    """Return changes each of which would be enough for a step to fit; ``least`` is what lacks least."""
     return [*_techniques(least), *_shares(setup, least, options), *_gpus(setup, least, options), *_shorter(least)]
 
 

@@ -109,7 +109,7 @@ BUILT = 1 / 3
 
 
 class Sizes(NamedTuple):
-    """Along what programs grow."""
+    """The sizes along which programs grow."""
 
     ring: int
     chunks: int
@@ -196,7 +196,7 @@ def _through(sizes: list[int], values: list[float], at: int) -> float:
 
 
 def sizes_of(asked: Asked) -> Sizes:
-    """Return along what the programs of a configuration grow."""
+    """Return the sizes along which the programs of a configuration grow."""
     workload, options = asked.workload, asked.options
     chunk = getattr(options, "chunk", None)
     step = workload.scope == "step"

@@ -96,9 +96,9 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
 
 
 def kernels_on(spec: ClusterSpec, profile: Profile | None, kernels: Kernels) -> Kernels:
-    """Return the kernels of some software on a cluster: attention of the profile where there are no figures of another
-    on its GPUs, as of FlashAttention-2 on those that have come since; none at the rates of datasheets, at which all are
-    alike.
+    """Return the kernels of some software on a cluster. Attention is the profile's where nobody has measured the
+    software's on these GPUs, such as FlashAttention-2 on the latest. At the rates of datasheets all kernels are alike,
+    so that none is named.
     """
     if profile is None:
         return Kernels()

@@ -68,7 +68,7 @@ class Assumed(str):
 
 
 class Untold(int):
-    """A number that nobody gave, and that gives way to what others make of it."""
+    """A default that yields to what other fields imply."""
 
     __slots__ = ()
 
@@ -134,7 +134,7 @@ def _model(name: str | Path | ModelSpec, ignored: Sequence[str] = ()) -> ModelSp
 
 
 def cluster_spec(name: str | Path | ClusterSpec | Cluster) -> ClusterSpec:
-    """Return what a cluster is made of: as ``cluster``."""
+    """Return the spec of a cluster, by the names that ``cluster`` takes."""
     found = plain(name)
     return _expected("cluster", load_cluster(found) if isinstance(found, str) else found, ClusterSpec)
 

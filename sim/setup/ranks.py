@@ -79,8 +79,8 @@ def shared_gpus(
     pp: int = 1,
     tp: int = 1,
 ) -> tuple[int | None, int]:
-    """Return GPUs and replicas: these by the degrees where all say how many ranks share a sequence, and no replicas
-    are given.
+    """Return the numbers of GPUs and replicas. Replicas that are not given follow from the degrees, if these all say
+    how many ranks share a sequence.
     """
     shared = pp * tp * math.prod(degrees[name] or 1 for name in entry.degrees)
     if dp > 1 or any(degrees[name] is None for name in entry.degrees):

@@ -58,7 +58,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """All of it, in words."""
+        """The cell in words."""
         return f"{self.method}, {self.what}, S {self.seq}, P {self.gpus}"
 
 

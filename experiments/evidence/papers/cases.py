@@ -81,7 +81,7 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Alike(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What cases have in common that have some fields in common: how the code that was timed does them."""
+    """How the timed code does all cases that share some fields."""
 
     of: dict[str, Any]
     """Fields of a case."""
@@ -180,7 +180,7 @@ class Case(NamedTuple):
 
     @property
     def told_by(self) -> Few:
-        """Return the steps that are simulated, by which the one that was timed is told: mostly that one itself."""
+        """Return the steps that are simulated to predict the timed one: mostly that one itself."""
         return of_turns(self.played) if self.few_micro_batches else Few([self.played])
 
     def seconds(self, trace: Trace) -> float:

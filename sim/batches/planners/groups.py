@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class GroupOptions(NamedTuple):
-    """Of groups."""
+    """Options of the planner of groups."""
 
     divisions: int = 4
     memory_imbalance: float = 0.2

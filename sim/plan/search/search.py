@@ -78,13 +78,13 @@ class Search:
 
     @property
     def beaten_at(self) -> float:
-        """Seconds at which a configuration is not among the best."""
+        """Seconds over worth from which on a configuration is not among the best."""
         return self.best[self._most - 1].batch_s if len(self.best) >= self._most else float("inf")
 
     @property
     def hopes(self) -> dict[str, float]:
-        """By the names of families that were asked how near they may come to what is wanted, less is nearer: seconds
-        over worth by their bounds; where it is only asked whether anything fits, bytes that are missing.
+        """By name of the families that were opened, how near they may come to what is wanted; less is nearer. It is the
+        seconds over worth of their bounds, or the missing bytes where the only question is whether anything fits.
         """
         found: dict[str, float] = {}
         asked = [one for one in self.open if id(one) not in self._unasked]
@@ -101,12 +101,12 @@ class Search:
 
     @property
     def least_s(self) -> float:
-        """Seconds that nothing is below that was not simulated: infinite where nothing is left."""
+        """Lower bound of all that was not simulated; infinite where nothing is left."""
         return min(map(self.least_of, self.open), default=float("inf"))
 
     def least_of(self, found: Open) -> float:
-        """Return what no configuration of a branch is below; of stages that nobody has looked at by the family whose
-        ranks do the same work in one stage.
+        """Return the lower bound of a branch. Of stages that nobody has looked at, it is that of the family with one
+        stage whose ranks do the same work.
         """
         family, known = found.branch.family, self._roots.get(found.branch.family.like)
         if known is None:
@@ -118,8 +118,8 @@ class Search:
         return id(found) not in self._unasked or found.branch.family.like in self._roots
 
     def run(self, jobs: int, *, until_one: bool = False) -> None:
-        """Search until no bound is below the last of the best, or the time is over; or ``until_one`` is known that fits
-        and reaches what it has to.
+        """Search until no bound is below the last of the best, or the time is over. With ``until_one`` it ends with the
+        first configuration that fits and reaches the target.
         """
         try:
             self._begin()  # before there are workers, which find loaded what it has loaded

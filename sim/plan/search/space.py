@@ -46,7 +46,7 @@ class Target(NamedTuple):
     """Of all GPUs together."""
 
     def within_s(self, tokens: int) -> float:
-        """Return what a step of so many tokens may take.
+        """Return the longest time that a step of so many tokens may take.
 
         >>> Target(tokens_per_s=2048.0).within_s(8192)
         4.0
@@ -55,7 +55,7 @@ class Target(NamedTuple):
         return min(by_rate, math.inf if self.step_time_s is None else self.step_time_s)
 
     def require(self) -> None:
-        """Raise InputError for what nothing or everything reaches."""
+        """Raise InputError for a target that nothing or everything reaches."""
         for name, value in (("step_time", self.step_time_s), ("tokens_per_s", self.tokens_per_s)):
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"`{name}` {value}: expected a number above 0, or none")
@@ -98,7 +98,7 @@ class Branch(NamedTuple):
 
     @property
     def is_leaf(self) -> bool:
-        """Whether all options are chosen."""
+        """Whether all options are chosen, so that it is one configuration."""
         return len(self.chosen) == len(self.family.grid)
 
     @property
@@ -126,7 +126,9 @@ class Branch(NamedTuple):
 
     @property
     def fast(self) -> list[Branch]:
-        """Configurations one of which takes least: the fastest one, with every value of what reshapes kernels."""
+        """Configurations one of which is fastest: the ``fastest`` one, with every value of the options that reshape
+        kernels.
+        """
         keys = [*self.family.grid][len(self.chosen) :]
         some = [values if key in _RESHAPED else values[:1] for key, values in zip(keys, self._open, strict=True)]
         return [self._replace(chosen=(*self.chosen, *values)) for values in product(*some)]
@@ -138,7 +140,7 @@ class Branch(NamedTuple):
 
     @property
     def setup(self) -> Setup:
-        """Of a leaf."""
+        """The setup of a leaf."""
         options = dict(zip(self.family.grid, self.chosen, strict=True))
         if self.family.tensors:
             options |= as_options({group: options.pop(group) for group in self.family.tensors})
@@ -288,6 +290,6 @@ def _require_options(options: Mapping[str, Sequence[str]]) -> None:
 
 
 def as_ring(setup: Setup) -> Configuration:
-    """Return a setup with the ring for its schedule, and of what is set only what is of the cluster."""
+    """Return a setup with the schedule ``ring``, that keeps of ``set`` only what changes the cluster."""
     of_cluster = [f"{key}={value}" for key, value in names.pairs(setup.set) if key.startswith("cluster.")]
     return dataclasses.replace(setup, schedule="ring", stack=None, set=of_cluster, global_batch=None).resolved()

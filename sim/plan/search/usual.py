@@ -27,8 +27,8 @@ PINNED = 0.5
 
 
 def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> Played | None:
-    """Return a configuration that fits, with the fewest GPUs a replica for which one is found, or None, which proves
-    nothing. Weights are cut into shares and stages only where nothing fits without.
+    """Return the usual configuration that fits with the fewest GPUs a replica, or None if none was found, which proves
+    nothing. Weights are cut into shares and stages only where nothing else fits.
     """
     cuts: dict[tuple[int, int], list[Family]] = defaultdict(list)
     for family in sorted(families, key=unusual):
