@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from sim.base.errors import InputError, unknown
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.engine.costs.measured import measured_cluster
 from sim.engine.play.jitter import KERNELS, Jitter, require_seeds
 from sim.engine.play.simulate import Engine

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from sim.base.errors import InputError, unknown
-from sim.base.presets import override, preset_names
+from sim.base.overrides import override
+from sim.base.presets import preset_names
 from sim.batches.batch import require_lengths
 from sim.batches.files import typed_lengths
 from sim.schedule.methods.catalog import NAMED, Build, Entry
