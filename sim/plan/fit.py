@@ -9,8 +9,8 @@ from typing import Any
 
 from sim.accounts.memory import TERMS
 from sim.base.errors import InputError
+from sim.plan.search.families import as_ring
 from sim.plan.search.room import Room, room
-from sim.plan.search.space import as_ring
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.adapters import adapts_mlp
 from sim.setup import names

@@ -180,7 +180,7 @@ class _Asked:
         return row | found | {"sure": self.sure}
 
     def _missing_least(self, memory: str) -> dict[str, Any]:
-        """Return what is missing of a memory for the first way to fit."""
+        """Return the least that is missing of a memory for any way to fit."""
         short = [(missing, way) for way in self._ways if (missing := way.missing(memory) or 0) > 0]
         if not short:
             return {}
@@ -188,7 +188,9 @@ class _Asked:
         return {"more_bytes": missing, "more_options": way.branch.named}
 
     def _bought(self, memory: str, capacity: int, now: _Way) -> dict[str, Any]:
-        """Return what the way that fits now takes, and the one that wins most for each byte more."""
+        """Return what the fastest way takes now, and the way that more memory would buy: the one that wins most for
+        each byte.
+        """
         limit = now.limits.get(memory)
         found: dict[str, Any] = {
             "elasticity": 0.0, "step_time_s": now.step_s, "options": now.branch.named,
@@ -207,8 +209,8 @@ class _Asked:
 
 
 def _slope(way: _Way, now: _Way, memory: str, capacity: int) -> float:
-    """Return the elasticity from now to a way that fits with more of one memory: 0 for one that is no faster, or lacks
-    others, and without bounds for one that may fit already.
+    """Return the elasticity from now to a way that fits with more of one memory. It is 0 for a way that is no faster or
+    lacks another memory, and minus infinity for one that may fit already.
     """
     missing = way.missing(memory)
     if missing is None or way.step_s >= now.step_s:

@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 
 from sim.base.errors import InputError
-from sim.plan.search.space import Family, as_ring, families
+from sim.plan.search.families import as_ring, families
+from sim.plan.search.space import Family
 from sim.setup import names
 from sim.setup.global_batch import ANY, USUAL_TOKENS, counts_tokens, of_each, sequences_of, usual_sequences
 from sim.setup.names import Assumed
@@ -50,7 +51,7 @@ def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_leng
 
 
 def _replicas(setup: Setup, gpus: int) -> int:
-    """Return how many replicas there are where the degrees of a schedule leave no choice, else 1."""
+    """Return the number of replicas if the degrees of the schedule fix it, else 1."""
     if setup.schedule is None:
         return 1
     typed = [getattr(setup, f"{name}_degree") for name in names.entry(setup.schedule).degrees]

@@ -13,7 +13,8 @@ from sim.base.errors import InputError
 from sim.plan.fit import switched_off, using
 from sim.plan.search.branches import least_limits
 from sim.plan.search.degrees import DEGREES, divides
-from sim.plan.search.space import Branch, families
+from sim.plan.search.families import families
+from sim.plan.search.space import Branch
 from sim.plan.search.usual import unusual
 from sim.setup import names
 from sim.setup.global_batch import divisors
