@@ -272,27 +272,29 @@ def written_cases(name: str) -> tuple[CaseFile, list[Case]]:
     wrong, but for what only a builder refuses.
     """
     file = load_toml("case file", name, CaseFile, FOLDER, "`cases`")
-    groups: list[Group | MemoryGroup] = [*file.group, *file.memory]
-    if not groups or not all(group.cases for group in groups):
-        raise InputError(
-            f"case file {name!r}: a group holds no case; give each [[group]] and [[memory]] its cases = [{{ … }}]"
-        )
-    names = [*(group.name for group in file.group), *(together.name for together in file.together)]
-    if len(set(names)) < len(names):
-        raise InputError(f"case file {name!r}: two groups have one name: {', '.join(names)}; give each its own")
-    for together in file.together:
-        if not together.of:
-            raise InputError(f"case file {name!r}, {together.name!r}: of names no group; name some of {names}")
-        for group in together.of:
-            if group not in {one.name for one in file.group}:
-                raise unknown(
-                    "group", group, [one.name for one in file.group], f"case file {name!r}, {together.name!r}"
-                )
+    _require_groups(file, f"case file {name!r}")
     for key, allowed, what, where in _named(file):
         if key not in allowed:
             raise unknown(what, key, allowed, f"case file {name!r}, alike.{where}")
     file = _with_profile(file, name)
     return file, [_case(file, group, case) for group in file.group for case in group.cases]
+
+
+def _require_groups(file: CaseFile, where: str) -> None:
+    """Raise InputError for a group without a case, two of one name, and names of groups that there are not."""
+    groups: list[Group | MemoryGroup] = [*file.group, *file.memory]
+    if not groups or not all(group.cases for group in groups):
+        raise InputError(f"{where}: a group holds no case; give each [[group]] and [[memory]] its cases = [{{ … }}]")
+    own = [group.name for group in file.group]
+    named = [*own, *(together.name for together in file.together)]
+    if len(set(named)) < len(named):
+        raise InputError(f"{where}: two groups have one name: {', '.join(named)}; give each its own")
+    for together in file.together:
+        if not together.of:
+            raise InputError(f"{where}, {together.name!r}: of names no group; name some of {named}")
+        for group in together.of:
+            if group not in own:
+                raise unknown("group", group, own, f"{where}, {together.name!r}")
 
 
 def _require_playable(case: Case, where: str) -> None:
