@@ -43,18 +43,6 @@ def groups(batch: Batch, num_ranks: int, options: GroupOptions = GroupOptions())
     return timed("groups", "blocks", lambda: _plan(batch, num_ranks, options))
 
 
-def group_sizes(planned: Planned, batch: Batch) -> list[int]:
-    """Return on how many ranks the tokens of each document live."""
-    starts = np.cumsum(batch.documents) - np.array(batch.documents)
-    ranks: list[set[int]] = [set() for _ in batch.documents]
-    for rank, tokens in enumerate(planned.plan.layout):
-        for span in tokens:
-            first = int(np.searchsorted(starts, span.start, side="right")) - 1
-            for document in range(first, int(np.searchsorted(starts, span.stop, side="left"))):
-                ranks[document].add(rank)
-    return [len(found) for found in ranks]
-
-
 def _plan(batch: Batch, num_ranks: int, options: GroupOptions) -> Plan:
     spans = batch.spans
     work = pairs_kept(spans, spans, batch.rectangles)
