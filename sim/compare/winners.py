@@ -103,7 +103,7 @@ def judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
 
 
 def _reasons(rows: Sequence[Row], field: str) -> Iterator[str]:
-    """Yield why each of those that lost before they were compared has."""
+    """Yield for each of those that cannot be compared why it has lost."""
     for row in rows:
         if row["error"] or row["fits"] == "no":
             yield f"{row[field]}: {row['error'] or 'does not fit'}"

@@ -152,8 +152,8 @@ def _tried(judge: Judge, signs: set[Sign], progress: Progress) -> _Tried:
 
 
 def _pairs(judge: Judge, causes: Sequence[Cause]) -> list[Program]:
-    """Return the pairs of programs that come nearest to what was measured, if each moves time and memory by the factor
-    by which it does alone.
+    """Return the pairs of programs that come nearest to what was measured. Each program is taken to change time and
+    memory by the same factor as it does alone.
     """
     programs, by_name = {one.name: one for one in PROGRAMS}, {cause.name: cause for cause in causes}
     base = (judge.base.step_time_s, judge.peak_bytes)
@@ -183,7 +183,8 @@ def _played(judge: Judge, program: Program) -> Cause | None:
 
 
 def _fitted(judge: Judge, machine: Machine) -> Cause | None:
-    """Return a machine that is worse by the factor that explains the time; None where there is no such figure.
+    """Return a machine with one figure worse, by the factor that explains the time; None where it has no such
+    figure.
 
     The largest factor is kept where it is not enough.
     """
@@ -223,7 +224,7 @@ def _bisected(played: Callable[[float], Case | None], most: float, step_s: float
 
 
 def _memory_findings(judge: Judge, signs: set[Sign]) -> list[str]:
-    """Return which terms of the memory are as large as what is too much."""
+    """Return which terms of the memory are about as large as the excess."""
     room, measured = judge.base.room, judge.measured.memory_bytes
     if "more memory" not in signs or room is None or measured is None:
         return []

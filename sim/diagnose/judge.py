@@ -127,7 +127,7 @@ class Judge:
         return found
 
     def _ranks_off(self, ranks_s: Sequence[float]) -> float:
-        """Return how far kernel seconds of ranks, beside their median, are off, in units of how far they may be."""
+        """Return how far the kernel seconds of ranks, beside their median, are off, in units of their tolerance."""
         if len(self.measured.rank_s) != len(ranks_s) or min(ranks_s) <= 0:
             return 0.0
         own = np.log(np.array(self.measured.rank_s) / np.median(self.measured.rank_s))
@@ -170,7 +170,7 @@ class Judge:
         return max(off + self._kinds_off(simulation))
 
     def _kinds_off(self, simulation: Simulation) -> list[float]:
-        """Return how far each kind of kernels is off that takes some of them, in units of how far it may be."""
+        """Return how far each kind of kernels that takes some time is off, in units of its tolerance."""
         own = self.measured.kind_s
         if not any(own.get(kind) for kind in KERNELS):
             return []

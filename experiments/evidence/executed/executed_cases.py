@@ -24,7 +24,8 @@ Fields = dict[str, Any]
 
 
 def executed_cases(record: Record) -> list[Case]:
-    """Return the cells of a record as cases, for this version to predict: those with a quiet repeat, by these alone.
+    """Return the cells of a record as cases that this version predicts. Of cells with quiet repeats only these
+    count.
 
     How far off the others are says more of what else the machine did than of the prediction. Cells of schedules of the
     user's own are left out: a record has their names, and is no place to run code from.

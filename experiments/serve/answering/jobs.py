@@ -94,8 +94,9 @@ class Jobs:
         self._player.forget()
 
     def ask(self, asked: Ask) -> Iterator[Part]:
-        """Yield bounds of what takes long, then figures, the answer, what bounds it, and what else may be chosen; of
-        what is refused its bounds where one rank does not take long, and choices.
+        """Yield the parts of an answer: bounds of what takes long, then figures, the sentence, what bounds the step,
+        and what else may be chosen. A question that is refused gets its bounds, where one rank does not take long, and
+        choices.
         """
         setup = setup_of(asked.question, yes=asked.anyway)
         yield {"part": "spelled", **_spelled(asked.question)}

@@ -118,8 +118,8 @@ def _work(program: Program, cost: CostModel, stages: Stages, stage: int) -> Work
 
 
 def _pass(ops: list[_Ran], came: set[int]) -> Parts:
-    """Return the seconds of a pass. Buffers that ``came`` from other stages and that no pass has read yet stay there:
-    a pass may receive what a later one needs, and what it has read once it keeps.
+    """Return the seconds of a pass. ``came`` has buffers from other stages that no pass has read yet: a pass may
+    receive what a later one needs, and keeps what it has read once.
     """
     needs, made, read = len(ops), len(ops), set[int]()
     for at, one in enumerate(ops):

@@ -77,8 +77,8 @@ def _of_first(families: Sequence[Family], stays: Sequence[str]) -> tuple[Branch 
 
 
 def _fits(leaf: Branch) -> bool:
-    """Return whether people would run a configuration by its bounds and, where that is known, by what the allocator of
-    its software reserves, which takes longer.
+    """Return whether people would run a configuration, by its bounds. Where its software's allocator is known, what
+    that reserves has to fit too, which takes longer to compute.
     """
     if not all(limit.free_bytes >= 0 and is_usual(limit) for limit in least_limits(leaf.setup)):
         return False

@@ -168,7 +168,9 @@ def _able(row: Row) -> bool:
 
 
 def _alike(rows: Sequence[Row]) -> bool:
-    """Return whether steps have as many tokens for each GPU, so that the fastest step is fastest for its tokens."""
+    """Return whether all steps have the same tokens per GPU: then the fastest step is also the fastest for its
+    tokens.
+    """
     tokens_ = [row["tokens_per_s_per_gpu"] * row["step_time_s"] for row in rows]
     return all(math.isclose(one, tokens_[0]) for one in tokens_)
 
@@ -226,7 +228,9 @@ def _left(row: Row) -> str:
 
 
 def _at_limit(row: Row) -> bool:
-    """Return whether memory is known too little to say that a row fits; what is below a step has no such figure."""
+    """Return whether memory is not known well enough to say that a row fits. Rows below the scope of a step have no
+    such figure.
+    """
     return row.get("free_bytes") is not None and row["fits"] in ("at the limit", None)
 
 
