@@ -81,8 +81,8 @@ def profile_diff(profile: Profile, other: Profile) -> ProfileDiff:
 
 
 def _in_place_of(theirs: ClusterSpec, spec: ClusterSpec) -> ClusterSpec:
-    """Return a machine under the name of another's GPU: the cost model refuses a profile of a GPU of another name, so
-    that nobody mistakes one machine's times for another's; here that is what is asked for, and said in print.
+    """Return a machine under the name of another's GPU. The cost model refuses a profile of another GPU, so that nobody
+    mistakes one machine's times for another's; here that is what is asked for, and the print says so.
     """
     return msgspec.structs.replace(spec, gpu=msgspec.structs.replace(spec.gpu, name=theirs.gpu.name))
 

@@ -11,7 +11,7 @@ from sim.compare.axes import changed, field_of
 from sim.compare.explore import Progress, explore
 from sim.compare.portions import Row
 from sim.setup.answers.answer import Grounds, grounds, who_wins
-from sim.setup.answers.places import tied, token_s
+from sim.setup.answers.places import is_able, tied, token_s
 from sim.setup.answers.table import Table
 from sim.setup.names import text_of, tokens
 from sim.setup.setup import Setup
@@ -81,7 +81,7 @@ def judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
         ("winner", "degrees", "step_time_s", "behind", "ratio", "tied", "bound_by", "other_bound")
     )
     found["refused"] = "; ".join(f"{row[field]}: {row['error']}" for row in rows if row["error"])
-    able = sorted((row for row in rows if not row["error"] and row["fits"] != "no"), key=token_s)
+    able = sorted(filter(is_able, rows), key=token_s)
     if not able:
         return {**found, "winner": "", "why": next(_reasons(rows, field))}
     best, *others = able

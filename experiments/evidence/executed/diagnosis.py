@@ -32,7 +32,8 @@ def _drifted(drift: list[float]) -> list[str]:
 
 
 def _reordered(simulated: Trace, executed: Trace) -> list[str]:
-    """Return how many begins and ends of a rank's ops came before one simulated earlier, and the worst.
+    """Return how many begins and ends of a rank's ops came before one that was simulated earlier, and the worst of
+    them.
 
     Each event is held against the latest one of all that were simulated at least a hundredth of the step before it.
     """

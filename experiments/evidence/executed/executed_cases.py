@@ -83,8 +83,8 @@ def own_profile(output: Output) -> Output:
 
 
 def _profile_beside(profile: Profile, output: Output) -> str:
-    """Return the name of a file with the profile next to a case file: profile.json, written if there is none, or one of
-    its own where another profile has that name.
+    """Return the name of the file with the profile next to a case file: profile.json, which is written if there is
+    none. Where another profile has that name, it is a file of its own.
     """
     shared, own = Path(output.path).with_name("profile.json"), own_profile(output)
     if not shared.exists():

@@ -78,7 +78,7 @@ def won(rows: Sequence[Row], keys: Sequence[str], name: str) -> list[Won]:
     """Return who is fastest for its tokens at each place, of what fits. Places where nothing fits are left out."""
     found = []
     for place, numbers in _places(rows, keys).items():
-        able = sorted((number for number in numbers if _able(rows[number])), key=lambda one: token_s(rows[one]))
+        able = sorted((number for number in numbers if is_able(rows[number])), key=lambda one: token_s(rows[one]))
         if able:
             first, *others = able
             ties = (one for one in others if tied(token_s(rows[one]) / token_s(rows[first]), rows[one]["bound_by"]))
@@ -98,7 +98,7 @@ def best(rows: Sequence[Row], keys: Sequence[str], name: str, *, scope: str = "s
     winners, places = won(rows, keys, name), _places(rows, keys)
     of = "a step" if scope == "step" else f"for {scope_title(scope, layers)}"
     does = "trains fastest" if scope == "step" else "is fastest"
-    if not all(_alike([rows[number_] for number_ in numbers if _able(rows[number_])]) for numbers in places.values()):
+    if not all(_alike([rows[number_] for number_ in numbers if is_able(rows[number_])]) for numbers in places.values()):
         does = "needs least GPU time for a token"
     if not winners:
         return _nothing(rows, keys, name)
@@ -163,7 +163,8 @@ def _places(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def _able(row: Row) -> bool:
+def is_able(row: Row) -> bool:
+    """Return whether a row could be played, and is not known not to fit."""
     return not row["error"] and row["fits"] not in ("no", False)
 
 
@@ -200,7 +201,7 @@ def _at(rows: Sequence[Row], theirs: Sequence[Won], of: str, *, alone: bool) -> 
 def _at_one(rows: Sequence[Row], keys: Sequence[str], first: Won, does: str, of: str, name: str) -> str:
     """Return who is fastest where there is one place, and how far the others are behind."""
     row = rows[first.row]
-    able = sorted((number_ for number_, one in enumerate(rows) if _able(one)), key=lambda one: token_s(rows[one]))
+    able = sorted((number_ for number_, one in enumerate(rows) if is_able(one)), key=lambda one: token_s(rows[one]))
     low, high = row.get("low_s"), row.get("high_s")
     within = "" if low is None or high is None else f" ({seconds_between(low, high)})"
     figures = f"{_time(row)} {of}{within}, {number(row['tokens_per_s_per_gpu'], FEW)} tokens/s/GPU{_left(row)}"
