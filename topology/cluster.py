@@ -121,8 +121,8 @@ class Cluster:
         return other
 
     def like(self, spec: ClusterSpec) -> Cluster:
-        """Return another cluster with the same placement. Where only what its GPUs compute or launch is different, both
-        share their resources and routes; where resources have other rates, and ways other latencies, their numbers.
+        """Return another cluster with the same placement, which shares what is the same in both: resources and routes
+        where only what GPUs compute or launch differs, the numbers of resources where rates and latencies differ.
         """
         here = self.spec.gpu
         gpu = structs.replace(spec.gpu, peak_flops_per_s=here.peak_flops_per_s, launch_s=here.launch_s)

@@ -349,8 +349,8 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
             raise InputError(f"fabric of cluster {self.name!r}: {wrong}")
 
     def figures(self) -> dict[str, Any]:
-        """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure, nor
-        what is kept of its memory, nor how it was asked for.
+        """Return the spec as plain data, as a machine's profile keeps it: without the name of a profile, what is
+        reserved of its memory, and how it was asked for.
         """
         found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         del found["profile"], found["gpus_meant"], found["taken"]

@@ -268,8 +268,8 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
 
 
 def written_cases(name: str) -> tuple[CaseFile, list[Case]]:
-    """Return a case file by name or path, and its cases as they are written; raises InputError that names what is
-    wrong, but for what only a builder refuses.
+    """Return a case file by name or path, and its cases as they are written. Raises InputError that names what is
+    wrong, except for what only a builder refuses.
     """
     file = load_toml("case file", name, CaseFile, FOLDER, "`cases`")
     _require_groups(file, f"case file {name!r}")
