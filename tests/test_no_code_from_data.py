@@ -339,10 +339,11 @@ READERS = {
 """All that read a file which is not the product's own."""
 OURS = "reads what ships with Longstep"
 COMPILED = "reads what this user has compiled, under the hash of its source"
+PROVED = "compares keys of proofs that this user has written, as bytes"
 KERNEL = "reads what the kernel says of this machine"
 BESIDE = "reads what another process of this run says"
 WRITES = "writes, and reads nothing"
-NEEDS_NONE = {OURS, COMPILED, KERNEL, BESIDE, WRITES}
+NEEDS_NONE = {OURS, COMPILED, PROVED, KERNEL, BESIDE, WRITES}
 PLACES: dict[str, str] = {
     "calibrate/plan.py:_own_version": OURS,
     "calibrate/published/between_nodes.py:_cluster": OURS,
@@ -412,6 +413,9 @@ PLACES: dict[str, str] = {
     "sim/schedule/ir/program.py:from_json": "schedule",
     "sim/schedule/model/pipeline/files.py:_cells": "pipeline",
     "sim/schedule/model/pipeline/files.py:read_pipeline": "pipeline",
+    "sim/schedule/proof/remembered.py:_add": PROVED,
+    "sim/schedule/proof/remembered.py:_code": OURS,
+    "sim/schedule/proof/remembered.py:_lines": PROVED,
     "sim/setup/block_masks.py:block_mask_of": "block mask",
     "sim/setup/imports/frameworks.py:frameworks": OURS,
     "sim/setup/imports/reading.py": "configuration, YAML",
