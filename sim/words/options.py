@@ -151,7 +151,7 @@ class LayerOptions:
     add up in fp32."""
     pipeline_schedule: str = "1f1b"
     """In which order stages of a pipeline take micro-batches forward and backward: 1f1b, gpipe, interleaved, zb-h1,
-    zb-v or another one of ``model.pipeline.timetables``, or FILE.csv as torch's pipelining writes it."""
+    zb-v, dualpipe or another one of ``model.pipeline.timetables``, or FILE.csv as torch's pipelining writes it."""
     pipeline_chunks: int = 1
     """Chunks of layers that each stage has, a round of all stages apart, where the schedule does not say how many."""
     pipeline_layers: str = ""
