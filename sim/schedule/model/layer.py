@@ -354,7 +354,7 @@ class _Ranks:
                 kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
             writers.append(tuple(kinds))
         b.workload = workload
-        borders = stages.borders(b, [tokens for tokens, _ in shared], self.blocks[0][0].x)
+        borders = stages.borders(b, shared, self.blocks[0][0].x)
         chunks = self._chunks(b, shared, params, layers, borders)
         waits, come = options.host_waits == "micro-batch", borders.come
         writer = StepWriter(b, chunks, tuple(writers), params, options.micro_batches, waits, options.rotary_table, come)

@@ -229,9 +229,14 @@ def test_a_pipeline_whose_micro_batches_have_documents_of_their_own(ranks: Calla
     step_equals_the_reference(ranks(4), check(built("zigzag", Mesh(ring=2, pp=2), unlike())))
 
 
-def test_a_pipeline_whose_stages_have_copies(ranks: Callable[[int], Session]) -> None:
-    """Micro-batches go both ways, and what gathers weights and sums gradients is of stages that mirror each other."""
-    step_equals_the_reference(ranks(4), check(PIPELINES["dual pipe of rings, weights sharded"].build()))
+@pytest.mark.parametrize("pipeline", ["dual pipe of rings, weights sharded", "parts handed on"])
+def test_pipelines_with_copies_and_with_parts_that_are_handed_on(
+    ranks: Callable[[int], Session], pipeline: str
+) -> None:
+    """Micro-batches go both ways, and what gathers weights and sums gradients is of stages that mirror each other; or
+    what one stage hands on is gathered by the next.
+    """
+    step_equals_the_reference(ranks(4), check(PIPELINES[pipeline].build()))
 
 
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])

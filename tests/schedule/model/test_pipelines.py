@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 TWO, RINGS, THREE = Mesh(pp=2), Mesh(pp=2, ring=2), Mesh(pp=3)
-REPLICAS = Mesh(pp=2, dp=2, ring=2)
+REPLICAS, SHARES = Mesh(pp=2, dp=2, ring=2), Mesh(pp=2, tp=2)
 CASES = {
     "1F1B": Case("1f1b", "2,1", TWO),
     "1F1B of three stages": Case("1f1b", "1,1,1", THREE),
@@ -74,13 +74,14 @@ CASES = {
     "zero bubble as a V": Case("zb-v", "2,1,1,1", TWO),
     "zero bubble as a V of three stages": Case("zb-v", "1,1,1,1,1,1", THREE),
     "zero bubble as a V of rings, weights sharded": Case("zb-v", "1,1,1,1", RINGS, {"zero_stage": 3}),
+    "parts handed on": Case("1f1b", "1,1", SHARES, {"tp_sequence": False, "tp_hands": "parts"}),
     "dual pipe": Case("dualpipe", "1,2", TWO),
     "dual pipe of rings, weights sharded": Case("dualpipe", "1,1", RINGS, {"zero_stage": 3}),
     "dual pipe of rings, gradients sharded": Case("dualpipe", "1,2", RINGS, {"zero_stage": 2}),
     "dual pipe, optimiser sharded": Case("dualpipe", "2,1", TWO, {"zero_stage": 1}),
     "dual pipe, sums to all": Case("dualpipe", "1,1", RINGS, {"zero_stage": 1, "reduce_to": "all"}),
     "dual pipe, one sum": Case("dualpipe", "2,2", TWO, {"zero_stage": 2, "sync": "last", "activations": "host"}),
-    "dual pipe of shares": Case("dualpipe", "1,1", Mesh(pp=2, tp=2)),
+    "dual pipe of shares": Case("dualpipe", "1,1", SHARES),
     "dual pipe of replicas, sharded within": Case("dualpipe", "1,1", REPLICAS, {"zero_stage": 3, "shards": "replica"}),
     "dual pipe as a V": Case("dualpipe-v", "1,1,1,1", TWO),
     "dual pipe as a V, activations on the host": Case("dualpipe-v", "1,2,1,2", TWO, {"activations": "host"}),
@@ -215,6 +216,17 @@ def test_copies_of_both_stages_are_held() -> None:
     assert [2 * one["optimiser"] for one in held("dualpipe", 1)] == moments
 
 
+def test_parts_that_are_handed_on_go_between_stages_once() -> None:
+    """Where each of two members hands on all tokens, they go twice."""
+
+    def sent(hands: str) -> int:
+        schedule = Case("1f1b", "1,1", SHARES, {"tp_sequence": False, "tp_hands": hands}).build()
+        found = [(program, op) for program in schedule.programs for op in program.ops if isinstance(op, Exchange)]
+        return sum(program.nbytes(view) for program, op in found for _, view in op.sends)
+
+    assert sent("all") == 2 * sent("parts") == 2 * 2 * 4 * 16 * 16 * 8
+
+
 def changed(change: Callable[[int, Op], Op | None], name: str = "1F1B") -> Schedule:
     """Return a 1F1B of two stages with other ops, or without some."""
     schedule = CASES[name].build()
@@ -288,6 +300,7 @@ def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
             "pipeline_chunks=2: expected 1 or more, and above 1 only .* a stage: looped-bfs, interleaved, inter",
         ),
         (Mesh(), {"pipeline_layers": "3"}, "are of pipelines: leave them out, or set `pp_degree` 2 or more"),
+        (SHARES, {"tp_hands": "parts"}, "tp_hands=parts: with sequence parallelism .*tp_sequence=false"),
         (
             THREE,
             {"pipeline_schedule": "dualpipe", "pipeline_layers": "1,1,1"},

@@ -179,9 +179,11 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
 
 def _beside(draw: Random) -> dict[str, Any]:
     """Return how ranks that have shares of weights send."""
+    sequence = draw.random() < 0.6
     return {
         "tp_overlap": draw.choice(("none", "gradients", "shards", "chunks")),
-        "tp_sequence": draw.random() < 0.6,
+        "tp_sequence": sequence,
+        "tp_hands": "all" if sequence else draw.choice(("all", "parts")),
         "memory_order": draw.choice(("bsh", "sbh")),
     }
 

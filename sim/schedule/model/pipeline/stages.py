@@ -22,6 +22,7 @@ from sim.schedule.model.pipeline.messages import received_before
 from sim.schedule.model.pipeline.timetables import PIPELINES, Pipeline
 from sim.schedule.model.scope import ADAPTERS, EMBEDDED, LAYER, ROOT, Unit
 from sim.schedule.model.step import Item
+from sim.schedule.model.tensor.group import Group
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
@@ -150,12 +151,13 @@ class Stages:
         ends = {EMBEDDED.name: [0], ROOT.name: [0, len(self.split) - 1]}.get(unit.name, [len(self.split) - 1])
         return any(number in chunks for number in ends)
 
-    def borders(self, b: ProgramBuilder, tokens: Sequence[Tokens], x: Tensor) -> Borders:
-        """Return what is between the chunks of a builder's rank and those before and behind them; ``tokens`` are those
-        of the rank by the forms of sequences.
+    def borders(self, b: ProgramBuilder, shared: Sequence[tuple[Tokens, Group | None]], x: Tensor) -> Borders:
+        """Return what is between the chunks of a builder's rank and those before and behind them; ``shared`` are the
+        tokens of the rank by the forms of sequences, and the group that has all.
         """
         (line,) = [group for group in self._mesh.groups("pp") if b.rank in group]
-        return Borders(self, b, tokens, x, line)
+        parts = self._options.tp_hands == "parts"
+        return Borders(self, b, [(tokens, group if parts else None) for tokens, group in shared], x, line)
 
     def stage_of(self, number: int, micro: int = 0) -> int:
         """Return which stage a chunk is on, of two copies the one that a micro-batch passes."""
@@ -170,7 +172,8 @@ class Stages:
     def handed_bytes(self, workload: Workload) -> int:
         """Return what stages of one replica send each other: B S E elements over each border, forward and back; or from
         each rank of a tensor-parallel group, where all have all tokens (megatron-core 0.16.1
-        pipeline_parallel/schedules.py, get_tensor_shapes).
+        pipeline_parallel/schedules.py, get_tensor_shapes), or what is gathered in their place where each hands on a
+        part.
         """
         borders = sum(self.stage_of(number) != self.stage_of(number + 1) for number in range(len(self.split) - 1))
         of_one = workload.num_tokens * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
@@ -197,6 +200,11 @@ def _pipeline(mesh: Mesh, workload: Workload, options: LayerOptions) -> Pipeline
         raise InputError(
             f"`set` schedule.pipeline_schedule={name} has both ends of a model on one stage, which is not played of an "
             f"embedding that is the head, too: choose another one, or `set` model.tied_embeddings=false"
+        )
+    if mesh.tp > 1 and options.tp_hands == "parts" and options.tp_sequence:
+        raise InputError(
+            "`set` schedule.tp_hands=parts: with sequence parallelism a rank has its part of the tokens alone, and "
+            "hands these on: leave it out, or set schedule.tp_sequence=false"
         )
     if mesh.pp == 1 and (options.pipeline_chunks > 1 or options.pipeline_layers):
         raise InputError(
@@ -235,10 +243,17 @@ class Borders:
     """What is between the chunks of one rank and those before and behind them."""
 
     def __init__(
-        self, stages: Stages, b: ProgramBuilder, tokens: Sequence[Tokens], x: Tensor, line: tuple[int, ...]
+        self,
+        stages: Stages,
+        b: ProgramBuilder,
+        handed: Sequence[tuple[Tokens, Group | None]],
+        x: Tensor,
+        line: tuple[int, ...],
     ) -> None:
-        """``x`` is what layers hand on, ``line`` the ranks of all stages."""
-        self._stages, self._b, self._tokens, self._x, self._line = stages, b, tokens, x, line
+        """``handed`` are tokens by the forms of sequences, and the group whose members hand on a part of them each, if
+        they do; ``x`` is what layers hand on, ``line`` the ranks of all stages.
+        """
+        self._stages, self._b, self._handed, self._x, self._line = stages, b, handed, x, line
         self._stage = line.index(b.rank)
         self._turns: defaultdict[int, Turn] = defaultdict(Turn)
 
@@ -278,8 +293,8 @@ class Borders:
 
     def _border(self, before: int, stage: int, link: int) -> Border:
         """Return the border behind a chunk, beyond which is a stage."""
-        x, tokens = self._x.later(self._stages.layers(before).stop), self._tokens[self._b.form]
-        return Border(self._b, tokens, x, self._line[stage], FORWARD[link], BACK[link], self._turns[before])
+        x, handed = self._x.later(self._stages.layers(before).stop), self._handed[self._b.form]
+        return Border(self._b, *handed, x, self._line[stage], FORWARD[link], BACK[link], self._turns[before])
 
 
 class Border(NamedTuple):
@@ -287,6 +302,8 @@ class Border(NamedTuple):
 
     b: ProgramBuilder
     tokens: Tokens
+    group: Group | None
+    """The one whose members hand on a part of these each; None where each hands on all."""
     x: Tensor
     """What is handed on forward."""
     peer: int
@@ -301,7 +318,7 @@ class Border(NamedTuple):
         """Append what sends a tensor to the other side, in a call of its own, as nothing else meets that side then."""
 
         def send(view: View) -> None:
-            sends = (Message(self.peer, view),)
+            sends = (Message(self.peer, self.group.sent_part(self.b, tensor, view) if self.group else view),)
             self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
 
         self.b.call(f"send {tensor.name} to {self.peer} by {by}", tensor.layer, send, view)
@@ -310,10 +327,11 @@ class Border(NamedTuple):
         """Append what receives a tensor from there, in a call of its own; return it."""
 
         def receive() -> View:
-            view = self.b.new(tensor, num_tokens(self.tokens))
+            members = len(self.group.over.groups[0]) if self.group else 1
+            view = self.b.new(tensor, num_tokens(self.tokens) // members)
             recvs = (Message(self.peer, view),)
             self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
-            return view
+            return self.group.of_parts(self.b, tensor, view) if self.group else view
 
         return self.b.call(f"receive {tensor.name} from {self.peer} by {by}", tensor.layer, receive)
 
