@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
     "tokens first in memory, stages": (Mesh(tp=2, pp=2), {"memory_order": "sbh", "tp_overlap": "gradients",
                                                          "modules": "eager", "micro_batches": 2, "batch": 4}),
     "joined products": (Mesh(tp=2), {"products": "joined", "tp_overlap": "shards", "biases": ("qkv",)}),
-    "joined products, some kept": (Mesh(tp=4), {"products": "joined", "num_kv_heads": 2, "checkpoint": "x+q+up",
+    "joined products, some kept": (Mesh(tp=4), {"products": "joined", "checkpoint": "x+q+up",
                                                "qk_norm": "head", "tp_sequence": False}),
     "joined products, stages": (Mesh(tp=2, pp=2), {"products": "joined", "pipeline_schedule": "zb-h1", "zero_stage": 0,
                                                   "micro_batches": 2, "batch": 2, "accumulate": "in-products"}),
