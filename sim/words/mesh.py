@@ -126,6 +126,27 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             grown[:] = [rank + stride * index for rank in grown for index in range(degree)]
         return tuple(tuple([start + rank for rank in inside]) for start in first)
 
+    def mirrored(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """Return all ranks in groups that differ in these axes, and in that some are on the stage that mirrors the one
+        of the others: as many stages before the last one as that is behind the first one, whose ranks come first.
+
+        >>> Mesh(pp=4, ring=2).mirrored("ring")
+        ((0, 1, 6, 7), (2, 3, 4, 5))
+        """
+        stride = self._stride("pp")
+
+        def mirror(rank: int) -> int:
+            return rank + (self.pp - 1 - 2 * self.place(rank)["pp"]) * stride
+
+        halves = [group for group in self.groups(*axes) if 2 * self.place(group[0])["pp"] < self.pp]
+        return tuple([(*group, *map(mirror, group)) for group in halves])
+
+    def halves(self, group: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return those of a group that are in the first half of the stages, and in the second one."""
+        of_second = {rank: 2 * self.place(rank)["pp"] >= self.pp for rank in group}
+        first, second = (tuple([rank for rank in group if of_second[rank] == half]) for half in (False, True))
+        return first, second
+
     def only(self, schedule: str, *axes: Axis) -> None:
         """Raise InputError where ranks lie along an axis that a schedule does not take. All take dp, copies of it, tp,
         shares of the weights of the layers around it, and pp, stages of these layers.

@@ -101,6 +101,11 @@ class LayerOptions:
     """Whether ranks that have shares of weights have some of their group's tokens each between products of these
     (sequence parallelism, arXiv:2205.05198 §4.2.2); else all have all of them there and compute the same, and what they
     sum up is summed up on all (arXiv:1909.08053 §3)."""
+    tp_hands: Literal["all", "parts"] = "all"
+    """What each rank with a share of weights hands on to the next stage of a pipeline where all of them have all
+    tokens: these, or a part of them, which are gathered over the group there, so that each token crosses between stages
+    once (arXiv:2104.04473 §4.1; Megatron-LM's p2p_communication.py before sequence parallelism,
+    scatter_gather_tensors_in_pipeline, from memory)."""
     memory_order: MemoryOrder = "bsh"
     """Of several sequences at a time that such ranks have: whether between attention one sequence lies behind the other
     (bsh), so that gathered tokens, and those to be scattered, are copied; or in each token all sequences lie together
@@ -151,7 +156,7 @@ class LayerOptions:
     add up in fp32."""
     pipeline_schedule: str = "1f1b"
     """In which order stages of a pipeline take micro-batches forward and backward: 1f1b, gpipe, interleaved, zb-h1,
-    zb-v or another one of ``model.pipeline.timetables``, or FILE.csv as torch's pipelining writes it."""
+    zb-v, dualpipe or another one of ``model.pipeline.timetables``, or FILE.csv as torch's pipelining writes it."""
     pipeline_chunks: int = 1
     """Chunks of layers that each stage has, a round of all stages apart, where the schedule does not say how many."""
     pipeline_layers: str = ""
@@ -240,7 +245,7 @@ class LayerOptions:
         return found
 
 
-OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "memory_order": "bsh"}
+OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "tp_hands": "all", "memory_order": "bsh"}
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",

@@ -151,12 +151,12 @@ def walked(stages: Stages, works: Sequence[Work]) -> Steps:
     >>> walked(Stages(Mesh(pp=2), model, options), [Work(passes, passes, 0.0, 0.5)] * 2)
     Steps(passes_s=10.0, all_s=10.5)
     """
-    seen = set[Key]()
+    seen = set[tuple[int, Key]]()
 
     def parts(item: Item) -> Parts:
-        key, work = (item.kind, item.chunk), works[stages.stage_of(item.chunk)]
-        took = (work.later if key in seen else work.first)[key]
-        seen.add(key)
+        key, stage = (item.kind, item.chunk), stages.stage_of(item.chunk, item.micro)
+        took = (works[stage].later if (stage, key) in seen else works[stage].first)[key]
+        seen.add((stage, key))
         return took
 
     spent = played_in_parts([stages.items(stage) for stage in range(len(works))], parts)

@@ -128,7 +128,7 @@ def build_around(
     reduces = layers and not step and workload.backward and len(replicas[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=replicas),) if reduces else ()
     stages = Stages(mesh, workload, options)
-    shards = shards_of(mesh, options, workload.model, stages.both_ends) if step else Shards()
+    shards = shards_of(mesh, options, workload.model, stages.both_ends, stages.copies) if step else Shards()
     of_plans = dict.fromkeys([communicator for one in plans for communicator in one.communicators])
     header = Header(
         name=plan.name,
@@ -354,9 +354,9 @@ class _Ranks:
                 kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
             writers.append(tuple(kinds))
         b.workload = workload
-        borders = stages.borders(b, [tokens for tokens, _ in shared], self.blocks[0][0].x)
+        borders = stages.borders(b, shared, self.blocks[0][0].x)
         chunks = self._chunks(b, shared, params, layers, borders)
-        waits, come = options.host_waits == "micro-batch", partial(borders.come, stage)
+        waits, come = options.host_waits == "micro-batch", borders.come
         writer = StepWriter(b, chunks, tuple(writers), params, options.micro_batches, waits, options.rotary_table, come)
         return writer.program(stages.items(stage))
 
@@ -438,7 +438,7 @@ def _claims(
     if workload.scope == "attention":
         return Claims(attention_flops=flops, wire_bytes=wire_bytes, source=plan.source)
     of_weights = (
-        moved_bytes(workload, mesh, options)
+        moved_bytes(workload, mesh, options, stages.copies)
         if step
         else Replicated.reduced_bytes(workload, mesh, sequence=options.tp_sequence)
     )

@@ -233,6 +233,16 @@ def test_folded_members_of_tensor_parallel_groups_are_those_of_all_ranks(seed: i
     assert sum(map(bool, left_out)) > count / 5
 
 
+@pytest.mark.sweep
+def test_folded_stages_with_copies_are_those_of_all_ranks() -> None:
+    entry, given = names.entry("ulysses"), {"pipeline_schedule": "dualpipe", "micro_batches": "4", "zero_stage": "1"}
+    workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=512, batch=4, dtype="bf16", scope="step", layers=2)
+    options = names.options(entry, "ulysses", list(given.items()), "")
+    checked = check(entry.schedule(workload, Mesh(pp=2, ulysses=2, dp=2), options, Hints()))
+    cell = Cell(checked, machine("hgx-h100", 4, 2), load_profile("h100-sxm"), STEADY)
+    assert require_equal(cell, "simpy") == 4
+
+
 def layers(dp: int, ranks: int = 2, seq: int = 1024) -> Checked:
     workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=seq, dtype="bf16", scope="layer", layers=2)
     return check(ulysses.build(workload, Mesh(dp=dp, ulysses=ranks)))

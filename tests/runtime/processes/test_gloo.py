@@ -40,6 +40,7 @@ from sim.words.mesh import Mesh
 from sim.words.workload import Dtype, Workload
 from tests.helpers import VARIANTS, checked_or_refused, make_checked, make_cluster_spec, make_model, slow_but
 from tests.schedule.methods.plans import HELPED, proved
+from tests.schedule.model.test_pipelines import CASES as PIPELINES
 from tests.schedule.model.test_step import STACKS, enough, make_step, odd, step
 from tests.schedule.model.test_tiled_mlp import narrow
 from tests.schedule.model.test_unlike_micro_batches import built, unlike
@@ -226,6 +227,16 @@ def test_a_plan_over_gathered_keys_of_shards_of_several_sizes(ranks: Callable[[i
 def test_a_pipeline_whose_micro_batches_have_documents_of_their_own(ranks: Callable[[int], Session]) -> None:
     """Of three lengths, on rings in two stages."""
     step_equals_the_reference(ranks(4), check(built("zigzag", Mesh(ring=2, pp=2), unlike())))
+
+
+@pytest.mark.parametrize("pipeline", ["dual pipe of rings, weights sharded", "parts handed on"])
+def test_pipelines_with_copies_and_with_parts_that_are_handed_on(
+    ranks: Callable[[int], Session], pipeline: str
+) -> None:
+    """Micro-batches go both ways, and what gathers weights and sums gradients is of stages that mirror each other; or
+    what one stage hands on is gathered by the next.
+    """
+    step_equals_the_reference(ranks(4), check(PIPELINES[pipeline].build()))
 
 
 @pytest.mark.parametrize("fields", [{"passes": "forward", "mask": "full"}, {"passes": "backward"}, {"window": 5}])

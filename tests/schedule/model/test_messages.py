@@ -15,7 +15,7 @@ ONE_CHUNK = [name for name, pipeline in PIPELINES.items() if pipeline.chunks == 
 
 @pytest.mark.parametrize("name", [*ONE_CHUNK, "zb-v", "dualpipe-v"])
 def test_just_before(name: str) -> None:
-    for stages in (1, 2, 4):
+    for stages in (1, 2, 4) if name != "dualpipe" else (2, 4):
         chunks = PIPELINES[name].chunks or 1
         tables = [PIPELINES[name].timetable(stage, stages, 2 * stages, chunks) for stage in range(stages)]
         assert received_before(tables) == [{}] * stages

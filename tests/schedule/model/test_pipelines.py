@@ -12,7 +12,7 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
-from sim.accounts.memory import walk
+from sim.accounts.memory import terms_in_use, walk
 from sim.base.errors import InputError
 from sim.schedule.ir.ops import Exchange, Op, SquareSum
 from sim.schedule.ir.program import Program, Schedule
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 TWO, RINGS, THREE = Mesh(pp=2), Mesh(pp=2, ring=2), Mesh(pp=3)
-REPLICAS = Mesh(pp=2, dp=2, ring=2)
+REPLICAS, SHARES = Mesh(pp=2, dp=2, ring=2), Mesh(pp=2, tp=2)
 CASES = {
     "1F1B": Case("1f1b", "2,1", TWO),
     "1F1B of three stages": Case("1f1b", "1,1,1", THREE),
@@ -74,6 +74,15 @@ CASES = {
     "zero bubble as a V": Case("zb-v", "2,1,1,1", TWO),
     "zero bubble as a V of three stages": Case("zb-v", "1,1,1,1,1,1", THREE),
     "zero bubble as a V of rings, weights sharded": Case("zb-v", "1,1,1,1", RINGS, {"zero_stage": 3}),
+    "parts handed on": Case("1f1b", "1,1", SHARES, {"tp_sequence": False, "tp_hands": "parts"}),
+    "dual pipe": Case("dualpipe", "1,2", TWO),
+    "dual pipe of rings, weights sharded": Case("dualpipe", "1,1", RINGS, {"zero_stage": 3}),
+    "dual pipe of rings, gradients sharded": Case("dualpipe", "1,2", RINGS, {"zero_stage": 2}),
+    "dual pipe, optimiser sharded": Case("dualpipe", "2,1", TWO, {"zero_stage": 1}),
+    "dual pipe, sums to all": Case("dualpipe", "1,1", RINGS, {"zero_stage": 1, "reduce_to": "all"}),
+    "dual pipe, one sum": Case("dualpipe", "2,2", TWO, {"zero_stage": 2, "sync": "last", "activations": "host"}),
+    "dual pipe of shares": Case("dualpipe", "1,1", SHARES),
+    "dual pipe of replicas, sharded within": Case("dualpipe", "1,1", REPLICAS, {"zero_stage": 3, "shards": "replica"}),
     "dual pipe as a V": Case("dualpipe-v", "1,1,1,1", TWO),
     "dual pipe as a V, activations on the host": Case("dualpipe-v", "1,2,1,2", TWO, {"activations": "host"}),
     "interleaved": Case("interleaved", "2,1,1,1", TWO),
@@ -125,12 +134,13 @@ CASES |= {
 }  # fmt: skip
 CASES["around usp, of both"] = Case("interleaved", "1,1,1,1", Mesh(pp=2, ulysses=2, ring=2), {"zero_stage": 2}, "usp")
 QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble", "1F1B of rings, weights sharded")
-QUICK += ("both ends one weight, optimiser sharded",)
+QUICK += ("both ends one weight, optimiser sharded", "dual pipe")
 SLOW = {f"around {name}" for name in SCHEDULES if name not in {"ulysses", "upipe", "fpdt"}}
 """Of what others say in make test, each by itself."""
 SLOW |= {
     "1F1B of rings, nothing sharded", "adapters, both ends one weight", "both ends one weight, within replicas",
     "breadth first of rings, weights sharded", "dual pipe as a V, activations on the host",
+    "dual pipe of replicas, sharded within", "dual pipe, sums to all", "dual pipe of rings, gradients sharded",
     "interleaved of three stages", "replicas, nothing sharded", "zero bubble as a V of rings, weights sharded",
     "zero bubble as a V of three stages", "zero bubble of rings, gradients sharded",
     "zero bubble of rings, weights sharded",
@@ -188,6 +198,33 @@ def test_activations_of_how_many_micro_batches_are_held() -> None:
     same, growing = peaks("1f1b"), peaks("gpipe")
     assert same[0] == same[1] == same[2] < growing[0]
     assert growing[2] - growing[1] == growing[1] - growing[0] > 0
+
+
+def test_copies_of_both_stages_are_held() -> None:
+    """Each of two ranks has all weights and moments; where they are sharded, over both, half of the moments."""
+
+    def held(pipeline: str, stage: int) -> list[dict[str, int]]:
+        """Return by rank what a step begins with."""
+        checked = check(Case(pipeline, "1,1", TWO, {"zero_stage": stage}).build())
+        walks = zip(checked.schedule.programs, checked.dependencies, strict=True)
+        return [{name: of[0] for name, of in terms_in_use(*walked).items()} for walked in walks]
+
+    for name in ("parameters", "optimiser"):
+        both = sum(one[name] for one in held("1f1b", 0))
+        assert [one[name] for one in held("dualpipe", 0)] == [both, both]
+    moments = [one["optimiser"] for one in held("dualpipe", 0)]
+    assert [2 * one["optimiser"] for one in held("dualpipe", 1)] == moments
+
+
+def test_parts_that_are_handed_on_go_between_stages_once() -> None:
+    """Where each of two members hands on all tokens, they go twice."""
+
+    def sent(hands: str) -> int:
+        schedule = Case("1f1b", "1,1", SHARES, {"tp_sequence": False, "tp_hands": hands}).build()
+        found = [(program, op) for program in schedule.programs for op in program.ops if isinstance(op, Exchange)]
+        return sum(program.nbytes(view) for program, op in found for _, view in op.sends)
+
+    assert sent("all") == 2 * sent("parts") == 2 * 2 * 4 * 16 * 16 * 8
 
 
 def changed(change: Callable[[int, Op], Op | None], name: str = "1F1B") -> Schedule:
@@ -263,6 +300,12 @@ def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
             "pipeline_chunks=2: expected 1 or more, and above 1 only .* a stage: looped-bfs, interleaved, inter",
         ),
         (Mesh(), {"pipeline_layers": "3"}, "are of pipelines: leave them out, or set `pp_degree` 2 or more"),
+        (SHARES, {"tp_hands": "parts"}, "tp_hands=parts: with sequence parallelism .*tp_sequence=false"),
+        (
+            THREE,
+            {"pipeline_schedule": "dualpipe", "pipeline_layers": "1,1,1"},
+            "dualpipe over 3 stages with 4 micro-batches: expected even numbers of both, .*`pp_degree` 4 and",
+        ),
         (
             THREE,
             {"pipeline_schedule": "dualpipe-v", "pipeline_layers": "1,1,1,0,0,0"},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
 
 from sim.base.errors import InputError, ScheduleError
-from sim.schedule.model.pipeline.account import Held, Spent, held, played
+from sim.schedule.model.pipeline.account import Held, Parts, Spent, held, played, played_in_parts
 from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.schedule.model.step import Item
 from tests.helpers import by_tier
@@ -66,10 +66,13 @@ def test_by_hand() -> None:
     assert spelled(tables("looped-bfs", Size(2, 2, 2))[1]) == "F0.1 F1.1 F0.3 F1.3 BW1.3 BW0.3 BW1.1 BW0.1"
     assert spelled(tables("zb-v", Size(1, 2, 2))[0]) == "F0.0 F0.1 B0.1 W0.1 F1.0 B0.0 W0.0 F1.1 B1.1 W1.1 B1.0 W1.0"
     assert spelled(tables("dualpipe-v", Size(1, 2, 2))[0]) == "F0.0 F0.1 F1.0 BW0.1 F1.1 BW0.0 BW1.1 B1.0 W1.0"
+    assert spelled(tables("dualpipe", Size(2, 4))[0]) == "F0.0 F2.1 F1.0 BW2.1 F3.1 BW0.0 BW3.1 B1.0 W1.0"
+    assert spelled(tables("dualpipe", Size(2, 4))[1]) == "F2.0 F0.1 F3.0 BW0.1 F1.1 BW2.0 BW1.1 B3.0 W3.0"
 
 
 STAGES = range(1, 17)
-EVERY = list(product(PIPELINES, STAGES))
+EVERY = [(name, stages) for name, stages in product(PIPELINES, STAGES) if name != "dualpipe" or stages % 2 == 0]
+BOTH_WAYS = {"dualpipe", "dualpipe-v"}
 TESTED = [(name, stages) for name, stages in EVERY if stages in {1, 2, 3, 4}]
 
 
@@ -78,7 +81,8 @@ def sizes(name: str, stages: int) -> Iterator[Size]:
     own = PIPELINES[name].chunks
     for micros, chunks in product(range(stages, 4 * stages + 1), [own] if own else range(1, 5)):
         rounds = micros // stages if name.startswith("interleaved") and chunks > 1 else 1
-        if micros % rounds == 0 and (name != "dualpipe-v" or micros >= 2 * stages):
+        takes = micros >= 2 * stages and micros % PIPELINES[name].copies == 0
+        if micros % rounds == 0 and (takes or name not in BOTH_WAYS):
             yield Size(stages, micros, chunks)
 
 
@@ -94,7 +98,8 @@ def test_each_micro_batch_passes_each_chunk_once_and_none_waits_in_vain(cell: tu
             assert kinds in ({"F", "BW"}, {"F", "B", "W"})
         assert not passes
         for stage, items in enumerate(found):
-            assert {PIPELINES[name].stage_of(item.chunk, stages) for item in items} == {stage}
+            mirrors = {stage, stages - 1 - stage} if name == "dualpipe" else {stage}
+            assert {PIPELINES[name].stage_of(item.chunk, stages) for item in items} == mirrors
         assert whole(played(found, lambda _: 1)) >= size.micros * size.chunks * 2
 
 
@@ -142,6 +147,45 @@ def test_bubbles_of_chunks_as_a_v(stages: int) -> None:
                 assert idle == (stages - 1) * (F + B - W)
 
 
+@pytest.mark.parametrize("stages", by_tier((2, 4), (2, 4), range(2, 17, 2)))
+def test_bubbles_of_two_copies(stages: int) -> None:
+    """As those of DualPipeV over half as many stages, which do what one half does, with half of the micro-batches."""
+    for m in range(2 * stages, 4 * stages + 1, 2):
+        for F, B, W in SPLIT:
+            idle = bubbles("dualpipe", Size(stages, m), Times(F, B, W))
+            assert idle == bubbles("dualpipe-v", Size(stages // 2, m // 2, 2), Times(F, B, W))
+
+
+@pytest.mark.parametrize("stages", by_tier((2, 4), (2, 4), range(2, 17, 2)))
+def test_bubbles_of_pairs_of_passes_as_printed(stages: int) -> None:
+    """DeepSeek-V3's Table 2, where forward and backward passes of a pair begin and end together: the stage that waits
+    longest waits (p/2-1)(FB + B + W - 3W) where F = B.
+    """
+    p = stages
+    for m in range(2 * p, 4 * p + 1, 2):
+        for (F, B, W), saved in product([times for times in SPLIT if times.F == times.B], (0, 1, 2)):
+            pair = F + B + W - saved
+            for name, size in (("dualpipe", Size(p, m)), ("dualpipe-v", Size(p // 2, m // 2, 2))):
+                rows, middle = tables(name, size), {p // 2 - 1, p // 2}
+                took = [in_pairs(items, Times(F, B, W), pair, stage in middle) for stage, items in enumerate(rows)]
+                step = whole(
+                    played_in_parts(rows, {item: part for one in took for item, part in one.items()}.__getitem__)
+                )
+                idle = [step - sum(part.whole for part in one.values()) for one in took]
+                assert max(idle) == (p // 2 - 1) * (pair + B + W - 3 * W)
+
+
+def in_pairs(items: list[Item], times: Times, pair: float, first_apart: bool) -> dict[Item, Parts]:
+    """Return what passes of a stage take where those in a pair take as long as it. Of stages at the turn of a V the
+    first pair is none (deepseek-ai/DualPipe dualpipe.py, step).
+    """
+    found = {item: Parts(0, times.of(item), 0) for item in items}
+    pairs = [(one, other) for one, other in pairwise(items) if one.kind == "F" and other.kind == "BW"]
+    for forward, backward in pairs[first_apart:]:
+        found |= {forward: Parts(0, pair, 0), backward: Parts(0, 0, 0)}
+    return found
+
+
 @pytest.mark.parametrize("stages", by_tier((2, 4), (2, 4), range(2, 17)))
 def test_activations_of_closed_forms(stages: int) -> None:
     """Visits of a micro-batch to a chunk, by stage s. arXiv:2104.04473 §2.2.1, and Megatron-LM's warm-up with chunks;
@@ -159,6 +203,8 @@ def test_activations_of_closed_forms(stages: int) -> None:
             assert {held(items).visits for items in tables("zb-v", Size(p, m, 2))} == {2 * p}
         if m >= 2 * p:
             assert {held(items).visits for items in tables("dualpipe-v", Size(p, m, 2))} == {2 * p + 1}
+        if m >= 2 * p and m % 2 == p % 2 == 0:
+            assert {held(items).visits for items in tables("dualpipe", Size(p, m))} == {p + 1}
     for m, v in product(range(p, 4 * p + 1, p), range(1, 5)):
         for s, items in enumerate(tables("interleaved", Size(p, m, v))):
             assert held(items).visits == min(m * v, 2 * (p - 1 - s) + (v - 1) * p + 1)
@@ -244,10 +290,17 @@ def test_few_micro_batches() -> None:
     """Fewer than stages."""
     for name, m in product(PIPELINES, (1, 2, 3)):
         chunks = PIPELINES[name].chunks or 2
-        if name != "dualpipe-v":
+        if name not in BOTH_WAYS:
             assert whole(played(tables(name, Size(4, m, chunks)), lambda _: 1)) > 0
     with pytest.raises(InputError, match="dualpipe-v over 4 stages takes 8 micro-batches or more, not 7"):
         tables("dualpipe-v", Size(4, 7, 2))
+    with pytest.raises(InputError, match="dualpipe over 4 stages takes 8 micro-batches or more, not 6"):
+        tables("dualpipe", Size(4, 6))
+    for odd in (Size(3, 8), Size(4, 9)):
+        with pytest.raises(
+            InputError, match=r"dualpipe over . stages with . .*pp_degree` 4 .*micro_batches=(8|10), or"
+        ):
+            tables("dualpipe", odd)
     for name in ("interleaved", "interleaved-zb"):
         with pytest.raises(
             InputError, match=r"9 micro-batches over 4 stages: .*nearest are 8 or 10; .*micro_batches=10"

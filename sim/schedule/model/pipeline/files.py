@@ -100,7 +100,14 @@ def pipeline_in(data: bytes, name: str) -> Pipeline:
 
 
 def to_csv(pipeline: Pipeline, stages: int, micros: int, chunks: int) -> bytes:
-    """Return the file of a pipeline, which torch's ``_PipelineScheduleRuntime`` runs."""
+    """Return the file of a pipeline, which torch's ``_PipelineScheduleRuntime`` runs; raises InputError for one with
+    copies of chunks.
+    """
+    if pipeline.copies > 1:
+        raise InputError(
+            "torch's pipelining has each stage on one rank, and this pipeline has copies of each on two: `set` "
+            "schedule.pipeline_schedule=dualpipe-v, which is half of it, or another one"
+        )
     rows = (pipeline.timetable(stage, stages, micros, chunks) for stage in range(stages))
     return "".join(f"{','.join(map(_spelled, items))}\r\n" for items in rows).encode()
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from sim.base.errors import ScheduleError
 from sim.schedule.model.pipeline.account import played
 from sim.schedule.model.step import Item
 
+_StageOf: TypeAlias = dict[tuple[int, int], int]
+"""The stage on which a micro-batch passes a chunk."""
 _UNITS = {"F": 1, "BW": 2, "B": 1, "W": 1}
 
 
@@ -29,7 +31,7 @@ def received_before(tables: Sequence[Sequence[Item]]) -> list[dict[int, list[Ite
     some would wait for each other so, each stage receives whatever comes as it does where passes take a unit each (as
     torch's ``_add_send_recv`` places it).
     """
-    stages = {item.chunk: stage for stage, items in enumerate(tables) for item in items}
+    stages = {item[1:]: stage for stage, items in enumerate(tables) for item in items}
     found: list[dict[int, list[Item]]] = [defaultdict(list) for _ in tables]
     if _meet(tables, stages):
         return found
@@ -47,7 +49,7 @@ def received_before(tables: Sequence[Sequence[Item]]) -> list[dict[int, list[Ite
     return found
 
 
-def _meet(tables: Sequence[Sequence[Item]], stages: dict[int, int]) -> bool:
+def _meet(tables: Sequence[Sequence[Item]], stages: _StageOf) -> bool:
     """Return whether all stages end if each receives just before a pass, and waits with what it sends until the last
     thing that it sent there is received.
     """
@@ -70,15 +72,15 @@ def _meet(tables: Sequence[Sequence[Item]], stages: dict[int, int]) -> bool:
     return at == [len(items) for items in tables]
 
 
-def _sent(item: Item, stages: dict[int, int]) -> _Link | None:
+def _sent(item: Item, stages: _StageOf) -> _Link | None:
     """Return where the result of a pass goes, if it is to another stage."""
     step = item.onward
-    own, other = stages[item.chunk], stages.get(item.chunk + step)
+    own, other = stages[item[1:]], stages.get((item.micro, item.chunk + step))
     return _Link(own, other, step) if other not in {None, own} else None
 
 
-def _received(item: Item, stages: dict[int, int]) -> _Link | None:
+def _received(item: Item, stages: _StageOf) -> _Link | None:
     """Return where the input of a pass comes from, if it is from another stage."""
     step = item.onward
-    own, other = stages[item.chunk], stages.get(item.chunk - step)
+    own, other = stages[item[1:]], stages.get((item.micro, item.chunk - step))
     return _Link(other, own, step) if other not in {None, own} else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from sim.base.errors import InputError, unknown
@@ -21,6 +22,7 @@ from sim.schedule.model.pipeline.messages import received_before
 from sim.schedule.model.pipeline.timetables import PIPELINES, Pipeline
 from sim.schedule.model.scope import ADAPTERS, EMBEDDED, LAYER, ROOT, Unit
 from sim.schedule.model.step import Item
+from sim.schedule.model.tensor.group import Group
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
@@ -52,27 +54,27 @@ class Stages:
         self.items(0)  # which says of micro-batches that they do not go
 
     @cached_property
-    def link_of(self) -> tuple[int, ...]:
-        """Which communicator each border has, by number: from one stage to another all have the same one, and no other
-        border of these stages has it, so that none waits until something else is received.
+    def link_of(self) -> dict[tuple[int, int], int]:
+        """Which communicator borders have, by the stages before and behind them: no other border of these stages has
+        it, so that none waits until something else is received.
         """
-        found: list[int] = []
-        ends = [(self.stage_of(border), self.stage_of(border + 1)) for border in range(len(self.split) - 1)]
-        for own in ends:
-            beside = {link for other, link in zip(ends, found, strict=False) if other != own and {*other} & {*own}}
+        found: dict[tuple[int, int], int] = {}
+        for number, micro in product(range(len(self.split) - 1), self._ways):
+            own = (self.stage_of(number, micro), self.stage_of(number + 1, micro))
+            beside = {link for other, link in found.items() if other != own and {*other} & {*own}}
             free = [link for link in range(len(FORWARD)) if link not in beside]
             if not free:
                 raise InputError(
                     f"`set` schedule.pipeline_schedule={self._options.pipeline_schedule}: expected stages that hand on "
                     f"to fewer others, by a communicator each: there are {len(FORWARD)} of them"
                 )
-            found.append(free[0])
-        return tuple(found)
+            found[own] = free[0]
+        return found
 
     @cached_property
     def links(self) -> tuple[Communicator, ...]:
         """The communicators of all borders."""
-        lines, count = self._mesh.groups("pp"), max(self.link_of, default=-1) + 1
+        lines, count = self._mesh.groups("pp"), max(self.link_of.values(), default=-1) + 1
         return tuple([Communicator(name=name, groups=lines) for names in (FORWARD, BACK) for name in names[:count]])
 
     @property
@@ -86,6 +88,16 @@ class Stages:
         groups = tuple([tuple([line[stage] for stage in ends]) for line in self._mesh.groups("pp")])
         return Communicator(name="both ends", groups=groups)
 
+    @property
+    def copies(self) -> int:
+        """How many stages have a copy of each chunk, whose gradients these sum up."""
+        return self._pipeline.copies
+
+    @property
+    def _ways(self) -> range:
+        """The first micro-batch of each way through the stages."""
+        return range(0, self.micro_batches, max(self.micro_batches // self.copies, 1))
+
     def layers(self, number: int) -> range:
         """Return the layers of a chunk."""
         start = sum(self.split[:number])
@@ -93,7 +105,8 @@ class Stages:
 
     def chunks_of(self, stage: int) -> list[int]:
         """Return the chunks of a stage, in the order of the model."""
-        return [number for number in range(len(self.split)) if self.stage_of(number) == stage]
+        every = range(len(self.split))
+        return [number for number in every if stage in {self.stage_of(number, micro) for micro in self._ways}]
 
     def items(self, stage: int) -> list[Item]:
         """Return what a stage does, in order."""
@@ -101,7 +114,9 @@ class Stages:
         return self._pipeline.timetable(stage, self._mesh.pp, self._options.micro_batches, per_stage)
 
     def to_csv(self) -> bytes:
-        """Return the file that says what all stages do, as torch's pipelining reads it."""
+        """Return the file that says what all stages do, as torch's pipelining reads it; raises InputError where it
+        cannot.
+        """
         return to_csv(self._pipeline, self._mesh.pp, self._options.micro_batches, len(self.split) // self._mesh.pp)
 
     def tokens_apart(self, workload: Workload) -> int:
@@ -136,21 +151,29 @@ class Stages:
         ends = {EMBEDDED.name: [0], ROOT.name: [0, len(self.split) - 1]}.get(unit.name, [len(self.split) - 1])
         return any(number in chunks for number in ends)
 
-    def borders(self, b: ProgramBuilder, tokens: Sequence[Tokens], x: Tensor) -> Borders:
-        """Return what is between the chunks of a builder's rank and those before and behind them; ``tokens`` are those
-        of the rank by the forms of sequences.
+    def borders(self, b: ProgramBuilder, shared: Sequence[tuple[Tokens, Group | None]], x: Tensor) -> Borders:
+        """Return what is between the chunks of a builder's rank and those before and behind them; ``shared`` are the
+        tokens of the rank by the forms of sequences, and the group that has all.
         """
         (line,) = [group for group in self._mesh.groups("pp") if b.rank in group]
-        return Borders(self, b, tokens, x, line)
+        parts = self._options.tp_hands == "parts"
+        return Borders(self, b, [(tokens, group if parts else None) for tokens, group in shared], x, line)
 
-    def stage_of(self, number: int) -> int:
-        """Return which stage a chunk is on."""
-        return self._pipeline.stage_of(number, self._mesh.pp)
+    def stage_of(self, number: int, micro: int = 0) -> int:
+        """Return which stage a chunk is on, of two copies the one that a micro-batch passes."""
+        stage = self._pipeline.stage_of(number, self._mesh.pp)
+        return stage if micro < self.micro_batches // self.copies else self._mesh.pp - 1 - stage
+
+    def beside(self, number: int, step: int, stage: int) -> int:
+        """Return which stage the chunk has that is so many behind one of a stage, on the same way."""
+        (micro,) = (micro for micro in self._ways if self.stage_of(number, micro) == stage)
+        return self.stage_of(number + step, micro)
 
     def handed_bytes(self, workload: Workload) -> int:
         """Return what stages of one replica send each other: B S E elements over each border, forward and back; or from
         each rank of a tensor-parallel group, where all have all tokens (megatron-core 0.16.1
-        pipeline_parallel/schedules.py, get_tensor_shapes).
+        pipeline_parallel/schedules.py, get_tensor_shapes), or what is gathered in their place where each hands on a
+        part.
         """
         borders = sum(self.stage_of(number) != self.stage_of(number + 1) for number in range(len(self.split) - 1))
         of_one = workload.num_tokens * workload.model.embed_dim * DTYPE_BYTES[workload.dtype]
@@ -172,10 +195,16 @@ def _pipeline(mesh: Mesh, workload: Workload, options: LayerOptions) -> Pipeline
         )
     if mesh.pp > 1 and workload.scope != "step":
         raise InputError(f"`pp_degree` {mesh.pp}: pipelines are of training steps; set `scope` step")
-    if mesh.pp > 1 and workload.model.tied_embeddings and found.stage_of(0, mesh.pp) == found.last_stage(mesh.pp):
+    both_ends = found.copies > 1 or found.stage_of(0, mesh.pp) == found.last_stage(mesh.pp)
+    if mesh.pp > 1 and workload.model.tied_embeddings and both_ends:
         raise InputError(
             f"`set` schedule.pipeline_schedule={name} has both ends of a model on one stage, which is not played of an "
             f"embedding that is the head, too: choose another one, or `set` model.tied_embeddings=false"
+        )
+    if mesh.tp > 1 and options.tp_hands == "parts" and options.tp_sequence:
+        raise InputError(
+            "`set` schedule.tp_hands=parts: with sequence parallelism a rank has its part of the tokens alone, and "
+            "hands these on: leave it out, or set schedule.tp_sequence=false"
         )
     if mesh.pp == 1 and (options.pipeline_chunks > 1 or options.pipeline_layers):
         raise InputError(
@@ -214,43 +243,58 @@ class Borders:
     """What is between the chunks of one rank and those before and behind them."""
 
     def __init__(
-        self, stages: Stages, b: ProgramBuilder, tokens: Sequence[Tokens], x: Tensor, line: tuple[int, ...]
+        self,
+        stages: Stages,
+        b: ProgramBuilder,
+        handed: Sequence[tuple[Tokens, Group | None]],
+        x: Tensor,
+        line: tuple[int, ...],
     ) -> None:
-        """``x`` is what layers hand on, ``line`` the ranks of all stages."""
-        self._stages, self._b, self._tokens, self._x, self._line = stages, b, tokens, x, line
+        """``handed`` are tokens by the forms of sequences, and the group whose members hand on a part of them each, if
+        they do; ``x`` is what layers hand on, ``line`` the ranks of all stages.
+        """
+        self._stages, self._b, self._handed, self._x, self._line = stages, b, handed, x, line
+        self._stage = line.index(b.rank)
         self._turns: defaultdict[int, Turn] = defaultdict(Turn)
 
-    def come(self, stage: int, position: int) -> None:
-        """Append what receives, before the pass at a position of a stage's timetable, what is for later ones."""
-        for kind, micro, number in self._stages.received_before[stage].get(position, ()):
+    def come(self, position: int) -> None:
+        """Append what receives, before the pass at a position of its stage's timetable, what is for later ones."""
+        for kind, micro, number in self._stages.received_before[self._stage].get(position, ()):
             self._b.take(micro, self._stages.micro_batches, "forward" if kind == "F" else "backward")
             if kind == "F":
-                border = self._border(number - 1, self._stages.stage_of(number - 1))
+                border = self._border_before(number)
                 border.came.forward.append(border.received(border.forward, border.x))
             elif self._b.workload.backward:
-                border = self._border(number, self._stages.stage_of(number + 1))
+                border = self._border_behind(number)
                 border.came.back.append(border.received(border.back, d(border.x)))
 
     def before(self, number: int) -> Entry:
         """Return the entry of a chunk that is not the first one."""
         if self._turns_at(number - 1):
             return FromTurn(self._turns[number - 1])
-        return FromStage(self._border(number - 1, self._stages.stage_of(number - 1)))
+        return FromStage(self._border_before(number))
 
     def behind(self, number: int) -> Exit:
         """Return the exit of a chunk that is not the last one."""
         if self._turns_at(number):
             return ToTurn(self._turns[number])
-        return ToStage(self._border(number, self._stages.stage_of(number + 1)))
+        return ToStage(self._border_behind(number))
 
     def _turns_at(self, before: int) -> bool:
         return self._stages.stage_of(before) == self._stages.stage_of(before + 1)
 
-    def _border(self, before: int, stage: int) -> Border:
+    def _border_before(self, number: int) -> Border:
+        before = self._stages.beside(number, -1, self._stage)
+        return self._border(number - 1, before, self._stages.link_of[before, self._stage])
+
+    def _border_behind(self, number: int) -> Border:
+        behind = self._stages.beside(number, 1, self._stage)
+        return self._border(number, behind, self._stages.link_of[self._stage, behind])
+
+    def _border(self, before: int, stage: int, link: int) -> Border:
         """Return the border behind a chunk, beyond which is a stage."""
-        x, at = self._x.later(self._stages.layers(before).stop), self._stages.link_of[before]
-        tokens, peer = self._tokens[self._b.form], self._line[stage]
-        return Border(self._b, tokens, x, peer, FORWARD[at], BACK[at], self._turns[before])
+        x, handed = self._x.later(self._stages.layers(before).stop), self._handed[self._b.form]
+        return Border(self._b, *handed, x, self._line[stage], FORWARD[link], BACK[link], self._turns[before])
 
 
 class Border(NamedTuple):
@@ -258,6 +302,8 @@ class Border(NamedTuple):
 
     b: ProgramBuilder
     tokens: Tokens
+    group: Group | None
+    """The one whose members hand on a part of these each; None where each hands on all."""
     x: Tensor
     """What is handed on forward."""
     peer: int
@@ -272,7 +318,7 @@ class Border(NamedTuple):
         """Append what sends a tensor to the other side, in a call of its own, as nothing else meets that side then."""
 
         def send(view: View) -> None:
-            sends = (Message(self.peer, view),)
+            sends = (Message(self.peer, self.group.sent_part(self.b, tensor, view) if self.group else view),)
             self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
 
         self.b.call(f"send {tensor.name} to {self.peer} by {by}", tensor.layer, send, view)
@@ -281,10 +327,11 @@ class Border(NamedTuple):
         """Append what receives a tensor from there, in a call of its own; return it."""
 
         def receive() -> View:
-            view = self.b.new(tensor, num_tokens(self.tokens))
+            members = len(self.group.over.groups[0]) if self.group else 1
+            view = self.b.new(tensor, num_tokens(self.tokens) // members)
             recvs = (Message(self.peer, view),)
             self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
-            return view
+            return self.group.of_parts(self.b, tensor, view) if self.group else view
 
         return self.b.call(f"receive {tensor.name} from {self.peer} by {by}", tensor.layer, receive)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from sim.base.errors import InputError
 from sim.schedule.model.step import Item, Timetable
@@ -90,11 +90,7 @@ def dual_pipe_v(stage: int, stages: int, micros: int, _chunks: int) -> list[Item
 
     Raises InputError for fewer micro-batches than chunks.
     """
-    if micros < 2 * stages:
-        raise InputError(
-            f"dualpipe-v over {stages} stages takes {2 * stages} micro-batches or more, not {micros}: `set` "
-            f"schedule.micro_batches={2 * stages}, or fewer stages"
-        )
+    _require_both_ways("dualpipe-v", stages, micros)
     before, behind = stage + 1, stages - stage - 1
     order = (
         "F0 " * (2 * behind)
@@ -109,6 +105,33 @@ def dual_pipe_v(stage: int, stages: int, micros: int, _chunks: int) -> list[Item
         + "W " * before
     )
     return _numbered(order, stage, stages)
+
+
+def dual_pipe(stage: int, stages: int, micros: int, _chunks: int) -> list[Item]:
+    """Two copies of each chunk, on stages that mirror each other, so that half of all micro-batches go each way: those
+    of the first half begin at the first stage, the others at the last one. Each half of the stages is a V of the
+    chunks of both ways (arXiv:2412.19437 §3.2.1; deepseek-ai/DualPipe dualpipe.py, step). A pair is as in DualPipeV.
+
+    Raises InputError for an odd number of stages or of micro-batches, and for fewer of these than two a stage.
+    """
+    if stages % 2 or micros % 2:
+        raise InputError(
+            f"dualpipe over {stages} stages with {micros} micro-batches: expected even numbers of both, as half of the "
+            f"micro-batches go each way through stages that mirror each other: set `pp_degree` {stages + stages % 2} "
+            f"and `set` schedule.micro_batches={micros + micros % 2}, or choose dualpipe-v"
+        )
+    _require_both_ways("dualpipe", stages, micros)
+    items = dual_pipe_v(min(stage, stages - stage - 1), stages // 2, micros // 2, 2)
+    return [item if item.chunk == stage else item._replace(micro=item.micro + micros // 2) for item in items]
+
+
+def _require_both_ways(name: str, stages: int, micros: int) -> None:
+    """Raise InputError for fewer micro-batches than fill stages both ways."""
+    if micros < 2 * stages:
+        raise InputError(
+            f"{name} over {stages} stages takes {2 * stages} micro-batches or more, not {micros}: `set` "
+            f"schedule.micro_batches={2 * stages}, or fewer stages"
+        )
 
 
 def _in_turn(stage: int, stages: int, micros: int, chunks: int, ahead: int) -> list[Item]:
@@ -204,6 +227,9 @@ class Pipeline(NamedTuple):
     """How many chunks of layers a stage has; None where an option says it."""
     stage_of: Callable[[int, int], int] = in_a_loop
     """Returns which stage a chunk is on: of its number, and of how many stages there are."""
+    copies: Literal[1, 2] = 1
+    """How many copies of each chunk there are: a second one is on the stage that mirrors the first one's, for the
+    second half of the micro-batches."""
 
     def last_stage(self, stages: int) -> int:
         """Return which stage the last chunk is on."""
@@ -219,6 +245,7 @@ PIPELINES: dict[str, Pipeline] = {
     "zb-h2": Pipeline(zero_bubble_h2, "arXiv:2401.10241 §2.2"),
     "interleaved-zb": Pipeline(interleaved_zero_bubble, "arXiv:2401.10241 §2.1", None),
     "zb-v": Pipeline(zero_bubble_v, "arXiv:2401.10241 §6", 2, as_v),
+    "dualpipe": Pipeline(dual_pipe, "arXiv:2412.19437 §3.2.1", copies=2),
     "dualpipe-v": Pipeline(dual_pipe_v, "arXiv:2412.19437 §3.2.1", 2, as_v),
 }
 """Those that ship, by name."""

@@ -248,9 +248,25 @@ class Group(NamedTuple):
         sequences lie one behind the other they arrive by members, and are copied, as torch's all-gather along another
         dimension than the first does it (torch 2.13 distributed/_functional_collectives.py, all_gather_single).
         """
-        if not self.options.tp_sequence:
-            return own
+        return self.of_parts(b, tensor, own) if self.options.tp_sequence else own
+
+    def of_parts(self, b: ProgramBuilder, tensor: Tensor, own: View) -> View:
+        """Append what brings the part of each member here; return all tokens."""
         return self._in_order(b, tensor, *self._gather(b, tensor, own))
+
+    def part(self, b: ProgramBuilder, view: View) -> View:
+        """Return a rank's own tokens of all of the group."""
+        each, place = view.shape[TOKENS] // len(self.over.groups[0]), self.over.position(b.rank)
+        return view[:, place * each : (place + 1) * each]
+
+    def sent_part(self, b: ProgramBuilder, tensor: Tensor, view: View) -> View:
+        """Return a rank's own tokens of a tensor in one piece, having copied them where they are in several."""
+        part = self.part(b, view)
+        if b.parts_are_contiguous(Split(view, TOKENS, len(self.over.groups[0]))):
+            return part
+        own = b.new(tensor, part.shape[TOKENS])
+        b.copy(part, own, f"own {tensor.name}")
+        return own
 
     def _gather(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
         """Append the all-gather alone; return where all tokens are to be, and where they arrive."""
@@ -286,8 +302,8 @@ class Group(NamedTuple):
     def leave(self, b: ProgramBuilder, tensor: Tensor, view: View) -> None:
         """Declare that a rank leaves its own tokens of a tensor, of which it has these or all."""
         each, place = num_tokens(self.every) // len(self.over.groups[0]), self.over.position(b.rank)
-        start, stop = place * each, (place + 1) * each
-        b.output_of(tensor, cut(self.every, start, stop), view[:, start:stop] if view.shape[TOKENS] > each else view)
+        own = cut(self.every, place * each, (place + 1) * each)
+        b.output_of(tensor, own, self.part(b, view) if view.shape[TOKENS] > each else view)
 
     def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
         """Return where all tokens of a tensor are to be, and where they arrive."""

@@ -56,6 +56,11 @@ class Owned:
         self.kept = {unit: b.call(f"{unit.name} state", unit.layer, partial(self._keep, unit)) for unit in kept}
 
     @property
+    def visits(self) -> int:
+        """How many micro-batches pass a unit on this rank."""
+        return self.options.micro_batches // self.shards.copies
+
+    @property
     def num_parts(self) -> int:
         """Into how many parts flat tensors are cut."""
         within = self.shards.within

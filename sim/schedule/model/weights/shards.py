@@ -33,6 +33,8 @@ class Shards(NamedTuple):
     """Sum gradients of weights of which several ranks of a tensor-parallel group have the same."""
     ends: Communicator | None = None
     """Sums gradients of weights that are at both ends of a model, where these are on two stages."""
+    copies: int = 1
+    """How many stages have copies of the same weights, each for a part of the micro-batches."""
 
     def has_both_ends(self, unit: Unit) -> bool:
         """Return whether a unit is on two stages, which sum its gradients."""
@@ -45,14 +47,17 @@ class Shards(NamedTuple):
         return tuple(dict.fromkeys(filter(None, some)))
 
 
-def shards_of(mesh: Mesh, options: LayerOptions, model: ModelSpec, ends: Communicator | None = None) -> Shards:
+def shards_of(
+    mesh: Mesh, options: LayerOptions, model: ModelSpec, ends: Communicator | None = None, copies: int = 1
+) -> Shards:
     """Return the communicators of a mesh, of HSDP (arXiv:2304.11277 §3.2.2) where shards lie within its replicas;
-    ``ends`` as of Shards.
+    ``ends`` as of Shards. Where two stages have ``copies`` of the same weights, these are sharded over the ranks of
+    both, and their gradients summed.
     """
     hybrid = options.shards == "replica"
     across = mesh.groups("dp")
     axes: tuple[Axis, ...] = ("ring", "ulysses") if hybrid else ("dp", "ring", "ulysses")
-    within = mesh.groups(*axes)
+    within = mesh.groups(*axes) if copies == 1 else mesh.mirrored(*axes)
     several, gathers = len(within[0]) > 1, options.zero_stage > 0
     weights, gradients = (Communicator(name=name, groups=within) for name in ("weights", "gradients"))
     shared = gathers and options.weight_communicators == "one"
@@ -60,17 +65,20 @@ def shards_of(mesh: Mesh, options: LayerOptions, model: ModelSpec, ends: Communi
         within=weights if several and gathers else None,
         gradients=(weights if shared else gradients) if several else None,
         across=Communicator(name="replicas", groups=across) if hybrid and len(across[0]) > 1 else None,
-        norm=_norm(mesh, weights, ("pp", "tp", *(axes if _squares_parts(options) else ()))),
+        norm=_norm(mesh, weights, axes if _squares_parts(options) else (), copies),
         alike=alike_of(mesh, model),
         ends=ends,
+        copies=copies,
     )
 
 
-def _norm(mesh: Mesh, weights: Communicator, axes: tuple[Axis, ...]) -> Communicator | None:
+def _norm(mesh: Mesh, weights: Communicator, axes: tuple[Axis, ...], copies: int) -> Communicator | None:
     """Return what sums the squares of all that own different gradients: of whole weights of one stage by what gathers
-    these.
+    these. Where stages have copies of whole weights, each half of them has all.
     """
-    groups = mesh.groups(*axes)
+    groups = mesh.groups("pp", "tp", *axes)
+    if copies > 1 and not axes:
+        groups = tuple([half for group in groups for half in mesh.halves(group)])
     if len(groups[0]) == 1:
         return None
     return weights if mesh.tp == mesh.pp == 1 else Communicator(name="norm", groups=groups)
@@ -81,21 +89,22 @@ def _squares_parts(options: LayerOptions) -> bool:
     return options.zero_stage > 0 and options.reduce_to == "owner"
 
 
-def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
+def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions, copies: int = 1) -> int:
     """Return what is sent of weights and gradients, over all ranks, each of which has its share of the weights.
 
     (P-1) bytes for each byte that P ranks gather or reduce-scatter, twice that if they reduce it to all. Weights of
     layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
     where they are sharded. Gradients are summed for each micro-batch from stage 2 on, below it and with sync=last once.
-    Frozen weights are gathered at stage 3 alone, and have none.
+    Frozen weights are gathered at stage 3 alone, and have none. Where two stages have copies of weights, each copy is
+    passed by half of the micro-batches, and those of both halves meet in one sum.
     """
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
     hybrid, stage = options.shards == "replica", options.zero_stage
     alike = mesh.size // mesh.tp // mesh.pp
-    groups, ranks = (mesh.dp, alike // mesh.dp) if hybrid else (1, alike)
-    gathers = options.micro_batches if stage == 3 else 1
-    sums = options.micro_batches if stage >= 2 and options.sync == "every" else 1
+    groups, ranks = (mesh.dp, copies * alike // mesh.dp) if hybrid else (1, copies * alike)
+    gathers = options.micro_batches // copies if stage == 3 else 1
+    sums = options.micro_batches // copies if stage >= 2 and options.sync == "every" else 1
     total, gathered, share = 0, 0, Share(workload.model, 0, mesh.tp)
     for unit in units(workload):
         size = share.size(unit.flat)
@@ -107,7 +116,7 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     to_owners = _squares_parts(options)
     summed = sums * total * on_wire * (1 if to_owners else 2)
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
-    squared = mesh.pp * mesh.tp * (ranks if to_owners else 1)
+    squared = mesh.pp // copies * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
     of_group = summed_over_group_bytes(workload, mesh.tp, sequence=options.tp_sequence)
     of_weights = groups * (ranks - 1) * (gathered * own + summed) + across + _of_ends(workload, mesh, options)

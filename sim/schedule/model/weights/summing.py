@@ -51,7 +51,7 @@ class Summing:
         """Of what squares are summed up."""
         self._to_all = options.reduce_to == "all"
         """Whether a rank gets more of a sum than it owns."""
-        self._to_come = dict.fromkeys(owned.trained, options.micro_batches)
+        self._to_come = dict.fromkeys(owned.trained, owned.visits)
         """Of how many micro-batches a unit still lacks gradients."""
         at_once = options.sync == "last"
         self._sums_late = not at_once and (owned.stage == 1 or (owned.stage == 0 and options.micro_batches > 1))
