@@ -275,7 +275,7 @@ class Border(NamedTuple):
             sends = (Message(self.peer, view),)
             self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
 
-        self.b.call(f"send {tensor.name} to {self.peer} by {by}", tensor.layer, send, view)
+        self.b.call(f"send {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, send, view)
 
     def received(self, by: str, tensor: Tensor) -> View:
         """Append what receives a tensor from there, in a call of its own; return it."""
@@ -286,7 +286,7 @@ class Border(NamedTuple):
             self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
             return view
 
-        return self.b.call(f"receive {tensor.name} from {self.peer} by {by}", tensor.layer, receive)
+        return self.b.call(f"receive {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, receive)
 
 
 class FromStage(NamedTuple):
