@@ -9,7 +9,6 @@ import subprocess
 import threading
 from datetime import UTC, datetime
 from functools import partial
-from typing import Self
 
 import msgspec
 import numpy as np
@@ -25,12 +24,10 @@ from calibrate.measure.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.measure.kernels import Timed, time_kernel, time_replayed, time_sustained
 from calibrate.measure.links import time_launch
 from calibrate.measure.residuals import explained
-from calibrate.plan import Plan, Step, software
+from calibrate.plan import Calibration, Plan, Step, software
 from calibrate.published.host import OVERLAP_SLOWDOWN
 from runtime.execution.ops.attention_choice import attention_kernel
 from runtime.execution.tensors import TORCH_DTYPE
-from runtime.processes.launch import Session
-from sim.base.errors import RankError
 from sim.words.options import FusedName, Place
 from sim.words.profile import HOST_COPIES, FusedAttention, Issue, Machine, Point, Profile, Slowdown, Sustained
 from sim.words.workload import ModelSpec
@@ -57,17 +54,14 @@ _SETTLED = 0.8
 """Share of those seconds after which the driver is asked for clocks and power."""
 
 
-class GpuCalibration:
-    """A calibration under way, of the first GPU of a machine, and of what is between it and so many in all; see
-    ``plan.Calibration``.
-    """
+class GpuCalibration(Calibration):
+    """The calibration of a machine's first GPU, and of what is between it and so many in all."""
 
     def __init__(self, plan: Plan, spec: ClusterSpec, gpus: int = 1) -> None:
-        self._plan = plan
+        super().__init__(plan, spec.gpu.kind)
         self._gpus = gpus
         self._spec = msgspec.structs.replace(spec, nodes=-(-gpus // spec.gpus_per_node))
         self._between: list[Point] = []
-        self._session: Session | None = None
         self._timed: list[Timed] = []
         self._copied: list[HostCopyTimes] = []
         self._launch_s: float | None = None
@@ -77,19 +71,6 @@ class GpuCalibration:
         self._beside: list[Slowdown] = []
         self._sustained_s = 1.0 if plan.quick else 5.0
         self._before = _state()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._session:
-            self._session.__exit__(kind)
-
-    def end_session(self) -> None:
-        """See plan.Calibration."""
-        session, self._session = self._session, None
-        if session:
-            session.__exit__(RankError)
 
     def steps(self) -> list[Step]:
         """Return all measurements: communication between GPUs where there are several, and what it does to kernels;
@@ -162,14 +143,6 @@ class GpuCalibration:
         return msgspec.structs.replace(
             with_residuals(profile), beside_communication=_beside_communication(profile, self._plan.model)
         )
-
-    def _on(self, ranks: int) -> Session:
-        """Return a session of that many GPUs: the present one, or a new one in its place."""
-        if self._session is None or self._session.ranks != ranks:
-            if self._session:
-                self._session.close()
-            self._session = Session(ranks, device=self._spec.gpu.kind, attention=self._plan.attention)
-        return self._session
 
     def _implementations(self) -> dict[str, str]:
         """Return which attention was timed, and with which CUDA."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from typing import Self
 
 from calibrate.held.leave_one_out import with_residuals
 from calibrate.measure.cases import FULL_CPU, QUICK_CPU, KernelCase, kernel_cases
@@ -14,9 +13,7 @@ from calibrate.measure.interference import Crowd, crowded_cases, jitter_of, shor
 from calibrate.measure.interference_schedules import AMONG_RANKS, Transfer
 from calibrate.measure.kernels import time_kernel
 from calibrate.measure.links import LinkCase, LinkTimes, link_cases, time_launch, time_link
-from calibrate.plan import Plan, Step, software
-from runtime.processes.launch import Session
-from sim.base.errors import RankError
+from calibrate.plan import Calibration, Plan, Step, software
 from sim.schedule.derive.kernels import ATTENTION_KERNELS
 from sim.words.profile import Condition, Machine, Point, Profile, Slowdown
 from sim.words.workload import Dtype, ModelSpec
@@ -29,35 +26,18 @@ MAX_RANKS = 16
 _QUICK_BUSY_TOKENS = (512, 1024)
 
 
-class HostCalibration:
-    """A calibration under way: ``steps`` in turn, then ``profile``; whatever has been measured by then counts.
-
-    A context manager, since it starts processes.
-    """
+class HostCalibration(Calibration):
+    """The calibration of this machine, of a rank for each core."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        super().__init__(plan)
         self._cores = min(max(host_facts().cores, 2), MAX_RANKS)
-        self._session: Session | None = None
         self._kernels: list[Point] = []
         self._links: list[LinkTimes] = []
         self._crowds: list[Crowd] = []
         self._beside: list[Slowdown] = []
         self._launch_s: float | None = None
         self._budget_s = 0.1 if plan.quick else 1.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._session:
-            self._session.__exit__(kind)
-
-    def end_session(self) -> None:
-        """See plan.Calibration."""
-        session, self._session = self._session, None
-        if session:
-            session.__exit__(RankError)
 
     def steps(self) -> list[Step]:
         """Return all measurements: launch, links, kernels by size, so that an early end leaves the small ones, and what
@@ -127,14 +107,6 @@ class HostCalibration:
         elif use.kernel == "gemm":
             few = use.shape[0] not in _QUICK_BUSY_TOKENS
         return ("idle",) if self._plan.quick and few else ("idle", "busy")
-
-    def _on(self, ranks: int) -> Session:
-        """Return a session of that many ranks: the present one, or a new one in its place."""
-        if self._session is None or self._session.ranks != ranks:
-            if self._session:
-                self._session.close()
-            self._session = Session(ranks)
-        return self._session
 
     def _time_launch(self) -> None:
         self._launch_s = time_launch(self._on(self._cores), self._plan.model, self._plan.dtypes[0], inline=True)

@@ -73,28 +73,12 @@ def calibrated_lab(
 
     Raises InputError where no lab can be built.
     """
-    points: list[Point] = []
-    for count in sorted({2, ranks}):
-        with _session(host, count, SET_BYTES_PER_S) as session:
-            for case in lab_cases():
-                advance(f"{case.label}, {count} ranks")
-                points.append(time_link(session, case, model, dtype).point)
-            if count == ranks:
-                for case in _woken_cases():
-                    advance(f"{case.label}, {count} ranks")
-                    times = [time_link(session, case, model, dtype).point for _ in range(_WOKEN_TIMES)]
-                    points.append(sorted(times, key=lambda one: one.mean_s)[_WOKEN_TIMES // 2])
+    points = _transfers(host, ranks, model, dtype, advance)
     spec = lab_spec(measured_cluster(host), "flat", ranks, SET_BYTES_PER_S)
     assert spec.host
     assert spec.loopback
-    taken = []
-    for bytes_per_s, nbytes in _BESIDE.items():
-        advance(f"cores that transfers take at {bytes_per_s:g} B/s")
-        with _session(host, ranks, bytes_per_s) as session:
-            timed = time_link(session, LinkCase("exchange", nbytes, "busy"), model, dtype)
-            taken.append(cores_taken(timed, spec.host.cores))
+    cores, s_per_byte = cores_by_rate(*_cores_taken(host, ranks, spec.host.cores, model, dtype, advance))
     least_s = min(point.median_s for point in points if point.kernel == "exchange")
-    cores, s_per_byte = cores_by_rate(*taken)
     spec = msgspec.structs.replace(
         spec,
         loopback=msgspec.structs.replace(spec.loopback, latency_s=least_s),
@@ -107,6 +91,36 @@ def calibrated_lab(
         cluster=spec.figures(),
         points=(*(point for point in host.points if point.kernel not in TRANSFERS), *points),
     )
+
+
+def _transfers(
+    host: Profile, ranks: int, model: ModelSpec, dtype: Dtype, advance: Callable[[str], None]
+) -> list[Point]:
+    """Return what transfers take between two ranks and between all."""
+    points = []
+    for count in sorted({2, ranks}):
+        with _session(host, count, SET_BYTES_PER_S) as session:
+            for case in lab_cases():
+                advance(f"{case.label}, {count} ranks")
+                points.append(time_link(session, case, model, dtype).point)
+            for case in _woken_cases() if count == ranks else ():
+                advance(f"{case.label}, {count} ranks")
+                times = [time_link(session, case, model, dtype).point for _ in range(_WOKEN_TIMES)]
+                points.append(sorted(times, key=lambda one: one.mean_s)[_WOKEN_TIMES // 2])
+    return points
+
+
+def _cores_taken(
+    host: Profile, ranks: int, cores: float, model: ModelSpec, dtype: Dtype, advance: Callable[[str], None]
+) -> list[float]:
+    """Return the cores that one side of an exchange takes at each rate of ``_BESIDE``."""
+    taken = []
+    for bytes_per_s, nbytes in _BESIDE.items():
+        advance(f"cores that transfers take at {bytes_per_s:g} B/s")
+        with _session(host, ranks, bytes_per_s) as session:
+            timed = time_link(session, LinkCase("exchange", nbytes, "busy"), model, dtype)
+            taken.append(cores_taken(timed, cores))
+    return taken
 
 
 def goodput(profile: Profile) -> float:

@@ -121,8 +121,8 @@ class Cluster:
         return other
 
     def like(self, spec: ClusterSpec) -> Cluster:
-        """Return another cluster with the same placement. Where only what its GPUs compute or launch is different, both
-        share their resources and routes; where resources have other rates, and ways other latencies, their numbers.
+        """Return another cluster with the same placement, which shares what is the same in both: resources and routes
+        where only what GPUs compute or launch differs, the numbers of resources where rates and latencies differ.
         """
         here = self.spec.gpu
         gpu = structs.replace(spec.gpu, peak_flops_per_s=here.peak_flops_per_s, launch_s=here.launch_s)
@@ -139,8 +139,8 @@ class Cluster:
         return other
 
     def _other_rates(self, spec: ClusterSpec) -> dict[int, float] | None:
-        """Return the capacities of those of the resources that have others by a spec, by their numbers; None where it
-        has other devices or resources, or some are not as their equals in all nodes.
+        """Return by number the capacities of the resources that have another one by a spec. None where its devices or
+        resources are others, or where some resources differ from their equals in other nodes.
         """
 
         def devices(one: ClusterSpec) -> tuple[object, ...]:
@@ -219,8 +219,8 @@ class Cluster:
         return [self._typical(other) for other in others] + to_host
 
     def _typical(self, other: int) -> Route:
-        """Return the route from the first GPU to another one; over NICs without the switches between, which may be
-        narrower, since measured times are told by NICs.
+        """Return the route from the first GPU to another one. Over NICs it leaves out the switches between, which may
+        be narrower: measured times are filed by NICs.
         """
         way = self._way(0, 0, False) if switched(self.spec) and other >= self.spec.gpus_per_node else None
         return way.between(0, 1) if way else self._route(0, other)

@@ -56,8 +56,6 @@ class CircuitsSpec(Spec, frozen=True, kw_only=True, tag_field="kind", tag="optic
 
     strides: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=16)] = (1,)
     """Of the rings. A node has two ports for each, one for a stride of half of the nodes."""
-    reconfiguration_s: NotNegative = 0.0
-    """How long it takes to set all circuits. A job pays it once, before its first step."""
 
     def wrong(self, nodes: int, _: int) -> str:
         """Return what is wrong with it for so many nodes; empty if nothing is."""

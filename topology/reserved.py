@@ -71,8 +71,8 @@ FRAGMENTED = 10 / 58.8
 
 
 def held_by_allocator(allocated: int, *, expandable: bool) -> tuple[int, int]:
-    """Return between which sizes logs have memory that is reserved, not allocated, in bytes: ``max_memory_reserved`` of
-    torch beside ``max_memory_allocated``, with expandable segments or without.
+    """Return the least and the most bytes that logs show as reserved (``max_memory_reserved`` of torch) where so many
+    are allocated (``max_memory_allocated``), with expandable segments or without.
     """
     (part,) = (one for one in PARTS if one.name == "allocator")
     most = part.nbytes + part.within_bytes

@@ -248,30 +248,30 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
 
     @property
     def nics_per_node(self) -> int:
-        """How many NICs a node has."""
+        """The number of NICs of a node."""
         return (self.nic and self.nic.per_node) or self.gpus_per_node
 
     @property
     def nics_per_flow(self) -> int:
-        """How many of them carry one flow together."""
+        """The number of NICs that carry one flow together."""
         return (self.nic and self.nic.stripe) or max(1, self.nics_per_node // self.gpus_per_node)
 
     @property
     def has_links_apart(self) -> bool:
-        """Whether the GPUs of a node, and their ways to all others, are alike, and no two share a link: each has its
-        own port to a switch that joins all, and its own NICs.
+        """Whether no two GPUs of a node share a link, and all have the same ways to others: each has its own port to a
+        switch that joins all, and its own NICs.
         """
         joined = self.nvlink is not None and self.bridged_gpus is None
         return joined and (self.nodes == 1 or self.ports_per_node >= self.gpus_per_node)
 
     @property
     def ports_per_node(self) -> int:
-        """How many ports of the fabric a node has: NICs of one stripe are one."""
+        """The number of ports of the fabric that a node has. NICs of one stripe are one port."""
         return self.nics_per_node // self.nics_per_flow
 
     @property
     def stripe_width(self) -> int:
-        """How many times as many that is as a GPU has for itself, or shares."""
+        """How many times as many NICs carry a flow as there are for each GPU."""
         return self.nics_per_flow // max(1, self.nics_per_node // self.gpus_per_node)
 
     @property
@@ -349,8 +349,8 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
             raise InputError(f"fabric of cluster {self.name!r}: {wrong}")
 
     def figures(self) -> dict[str, Any]:
-        """Return the spec as plain data, as the profile of a machine keeps it; which profile it names is no figure, nor
-        what is kept of its memory, nor how it was asked for.
+        """Return the spec as plain data, as a machine's profile keeps it: without the name of a profile, what is
+        reserved of its memory, and how it was asked for.
         """
         found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         del found["profile"], found["gpus_meant"], found["taken"]

@@ -56,7 +56,7 @@ def spreads(profile: Profile) -> dict[str, Spread]:
 
 
 def beyond(profile: Profile) -> dict[str, float]:
-    """Return the factor by which attention of twice the longest point's length may be off: nine of ten points that are
+    """Return the factor by which attention of twice the longest point's length may be off. Nine of ten points that are
     one or two doublings longer than all that are left of their mask and shape lie within what ``drift`` makes of it.
     """
     points = [point for point in profile.points if point.kernel in ATTENTION_KERNELS and point.condition == "idle"]

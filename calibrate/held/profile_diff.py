@@ -38,7 +38,7 @@ class KernelDiff(NamedTuple):
 
     @property
     def spread(self) -> tuple[float, float, float]:
-        """The ratio below which 5 % of the points are, the median, and that below which 95 % are."""
+        """The 5th percentile, the median and the 95th percentile of the ratios."""
         low, median, high = np.percentile([one.ratio for one in self.points], [5, 50, 95])
         return float(low), float(median), float(high)
 
@@ -81,8 +81,8 @@ def profile_diff(profile: Profile, other: Profile) -> ProfileDiff:
 
 
 def _in_place_of(theirs: ClusterSpec, spec: ClusterSpec) -> ClusterSpec:
-    """Return a machine under the name of another's GPU: the cost model refuses a profile of a GPU of another name, so
-    that nobody mistakes one machine's times for another's; here that is what is asked for, and said in print.
+    """Return a machine under the name of another's GPU. The cost model refuses a profile of another GPU, so that nobody
+    mistakes one machine's times for another's; here that is what is asked for, and the print says so.
     """
     return msgspec.structs.replace(spec, gpu=msgspec.structs.replace(spec.gpu, name=theirs.gpu.name))
 

@@ -66,8 +66,8 @@ def time_between(session: Session, case: LinkCase, model: ModelSpec, dtype: Dtyp
 
 
 def _times(played: Played, ranks: Sequence[int]) -> list[float]:
-    """Return the seconds of every run, from when the last of some ranks was there: the shortest of their own times,
-    since clocks of GPUs are but about the same.
+    """Return the seconds of every run, from when the last of some ranks was there. That is the shortest of their own
+    times, because clocks of GPUs agree only about.
     """
     found = []
     for step in played.steps:

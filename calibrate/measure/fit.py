@@ -102,7 +102,7 @@ def _pairs(points: list[Point]) -> Iterable[tuple[Point, Point]]:
 
 
 def together_of(kernels: list[Point], interference: Iterable[Slowdown], ranks: int) -> list[Together]:
-    """Return what memory-bound kernels show of the memory: by turns if that was measured, else idle and busy points."""
+    """Return what memory-bound kernels show of the memory: measured by turns, or else by idle and busy points."""
     found = [
         Together(one.kernel, one.ranks, one.nbytes / one.alone_s, one.median, one.low)
         for one in interference
@@ -124,7 +124,8 @@ def _memory_bytes_per_s(nominal: ClusterSpec, together: list[Together]) -> float
 
 
 def traffic_of(together: list[Together], memory_bytes_per_s: float) -> dict[str, float]:
-    """Return the bytes that kernels move over those that none could avoid, of those that slow each other.
+    """Return the bytes that kernels move over the least that they need to move, of kernels that slow each
+    other.
 
     n at once that take s times as long share the bandwidth, so each one demands s / n of it when alone. Where they do
     not slow each other, what they demand beyond the least does not show, and does not matter.

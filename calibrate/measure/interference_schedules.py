@@ -90,8 +90,8 @@ def _program(
 
 
 def _own(rank: int, transfer: Transfer, workload: Workload, link: Communicator) -> Program:
-    """Return a program of what fills a buffer, moves it and waits for it (to be read, or free to be written), and of
-    the kernels that no layer has: a copy, attention without a mask, and a merge.
+    """Return a program that fills a buffer, moves it and waits until it may be read or written again, with the kernels
+    that no layer has: a copy, attention without a mask, and a merge.
     """
     model, tokens, ranks = workload.model, workload.seq, len(link.groups[0])
     row_bytes = model.num_heads * model.head_dim * DTYPE_BYTES[workload.dtype]

@@ -69,8 +69,8 @@ class LinkTimes(NamedTuple):
 
 
 def link_cases(*, quick: bool, shared: bool) -> list[LinkCase]:
-    """Return what is to be timed: four decades of size idle, and some of ring and Ulysses busy. FSDP sends all of an
-    embedding at once, so its two go further.
+    """Return what is to be timed: idle sizes over four decades, and some of ring and Ulysses busy. Sizes of FSDP's two
+    collectives go further, since it sends a whole embedding at once.
 
     ``shared`` is for more ranks than cores, which are never all busy with something else: fewer sizes, idle only.
     """

@@ -18,8 +18,8 @@ BESIDE = f"{PEAK}: buffers and what kernels hold; beside it lie {_PARTS} (cluste
 
 
 def beside(spec: ClusterSpec, allocator: AllocatorName | None = None) -> str:
-    """Return what a device's memory holds: the peak, what no buffer can have, and what is left add up to all of it,
-    with what the allocator keeps beyond the peak where that is walked.
+    """Return in words what a device's memory holds: the peak, what no buffer can have, and what is left. Where the
+    allocator is walked, what it keeps beyond the peak is among them.
     """
     whole, taken = size(spec.hbm.capacity_bytes), spec.reserved.nbytes
     if spec.gpu.kind == "cpu":

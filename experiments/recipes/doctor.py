@@ -38,6 +38,7 @@ from sim.setup.names import at_least_one
 from sim.setup.prediction import write_trace
 from sim.words.profile import Machine
 from sim.words.workload import Scope
+from topology.host import num_cores
 
 RANKS = 2
 CLEAN, FAULTS, STEPS = 10, 20, 5
@@ -100,7 +101,7 @@ def _spin() -> None:
 @contextlib.contextmanager
 def _other_work(_pids: list[int], _draw: random.Random) -> Iterator[None]:
     """Keep all cores busy with other processes, which end here."""
-    others = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(_cores())]
+    others = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(num_cores())]
     for other in others:
         other.start()
     try:
@@ -109,10 +110,6 @@ def _other_work(_pids: list[int], _draw: random.Random) -> Iterator[None]:
         for other in others:
             other.kill()
             other.join()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 PLANTED = (

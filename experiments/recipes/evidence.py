@@ -83,8 +83,8 @@ def _write(
     *,
     profiles: bool,
 ) -> None:
-    """Write what case files, records and labs say, and print how many steps are in their intervals; ``profiles``: with
-    how well points of those that ship predict each other.
+    """Write what case files, records and labs say, and print how many steps are in their intervals. With ``profiles``
+    it also says how well points of shipped profiles predict each other.
     """
     from calibrate.held.leave_one_out import leave_one_out
 

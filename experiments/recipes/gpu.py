@@ -173,8 +173,8 @@ class GpuRun:
         return self.end_s - time.monotonic()
 
     def leave(self, part: Part) -> None:
-        """Do a part, and leave what it prints, as it comes, in PART-partly.txt; then that is PART.txt if all of it went
-        well, or else PART-failed.txt.
+        """Do a part. What it prints goes to PART-partly.txt as it comes, which becomes PART.txt if all went well, or
+        else PART-failed.txt.
         """
         path, failed, partly = (self.folder / f"{part.name}{end}.txt" for end in ("", "-failed", "-partly"))
         if path.exists():
@@ -206,7 +206,7 @@ class GpuRun:
             partly.replace(path)
 
     def attempt(self, what: str, do: Callable[[], None]) -> None:
-        """Do something of a part that was not done before; what fails is told at the end, so that time on a GPU is not
+        """Do something of a part that was not done before. Failures are told at the end, so that no time on a GPU is
         lost.
         """
         if what in self.done:

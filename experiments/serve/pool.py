@@ -88,8 +88,8 @@ class Worker:
         await self._end()
 
     def _drop(self, job: Job) -> None:
-        """Let a job go: one that waits is not begun; of one that is being done no further part is made, and it is ended
-        with its process where that takes long.
+        """Let a job go. One that waits is not begun. One that is being done makes no further part, and ends with its
+        process where that takes long.
         """
         if job.dropped:
             return

@@ -67,8 +67,8 @@ def find(jobs: int | None) -> Finding:
 
 
 def _unfused_s(seq: int, times: int) -> float:
-    """Return the least time of a step's attention on a GPU whose scores pass at so many times HBM's bandwidth: products
-    at the highest rate that was calibrated, each pass beside them, and softmax for nothing.
+    """Return the least time of a step's attention on a GPU whose scores pass at so many times HBM's bandwidth. Products
+    run at the highest calibrated rate, passes run beside them, and softmax is free.
     """
     found = STEP.replace(seq=seq).resolved()
     model = found.workload.model

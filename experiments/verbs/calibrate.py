@@ -171,8 +171,8 @@ def _residuals(profile: Profile, console: Console) -> None:
 def _measure(
     calibration: Calibration, limit_s: float, keep: Callable[[], None], failed: dict[str, Exception], console: Console
 ) -> str:
-    """Make the measurements that there is time for; return why some are missing, empty if none is. One that fails is
-    put into ``failed``, and the others go on in new processes, unless several fail one after the other.
+    """Make the measurements that there is time for; return why some are missing, empty if none is. A measurement that
+    fails is put into ``failed``, and the others go on in new processes, unless several in a row fail.
     """
     begin_s, steps, in_turn = time.monotonic(), calibration.steps(), 0
     with _progress(console) as progress:

@@ -125,8 +125,8 @@ def _counted(varied: Mapping[str, str]) -> dict[str, str | int]:
 
 
 def _asked(plain: Fit, command: Fit) -> Iterator[tuple[longstep.Setup, list[str]]]:
-    """Yield setups with the rows that are asked of each: one, or where files say options, one for each row, which by
-    default is the file's own schedule.
+    """Yield setups with the rows that are asked of each. It is one setup, but where files say options one for each row;
+    the row is then by default the file's own schedule.
     """
     if not command.from_file:
         yield plain.setup(), _rows(command)

@@ -55,7 +55,7 @@ class Plan(StepSelection):
     longest: bool = False
     """Find the longest context instead of --seq that fits, and keeps to --step-time or --tokens-per-s where given."""
     until: str = "16M"
-    """Where --longest ends."""
+    """Longest length that --longest tries."""
     fewest_gpus: bool = False
     """Find the fewest GPUs, up to --gpus or --nodes, on which it fits, and that keep to --step-time or
     --tokens-per-s."""
@@ -65,9 +65,9 @@ class Plan(StepSelection):
     """Numbers of GPUs that --fewest-gpus and --cheapest try, as 8,16,32; by default those that divide a node, and whole
     nodes."""
     step_time: OptionalText = None
-    """What a step may take, such as 60s or 2min."""
+    """Longest time that a step may take, such as 60s or 2min."""
     tokens_per_s: OptionalFloat = None
-    """What all GPUs together have to train."""
+    """Tokens that all GPUs together have to train in a second."""
     price: OptionalText = None
     """Price of a GPU-hour, in any currency: then a billion tokens have a cost. With --cheapest also of several
     clusters, to choose among these: hgx-h100=2.5,dgx-a100=1.3."""

@@ -27,7 +27,7 @@ class Report(Writes):
     out: str = "report.html"
     """Write the page to this file."""
     title: OptionalText = None
-    """Of the page; by default the names of the files."""
+    """Title of the page; by default the names of the files."""
 
 
 def report(command: Report, console: Console) -> None:

@@ -58,7 +58,7 @@ def require_any(rows: Sequence[Asked]) -> None:
 
 
 def json_rows(rows: Sequence[Asked]) -> list[dict[str, Any]]:
-    """Return the main figures of all rows; of one that cannot be played what it has of lists, and why."""
+    """Return the main figures of all rows. A row that cannot be played has its values of the lists, and why."""
     figures = iter(longstep.table(row.found for row in rows if row.found).rows)
     told: list[dict[str, Any]] = []
     for row in rows:
@@ -81,7 +81,7 @@ def answer(rows: Sequence[Asked], figures: Sequence[Mapping[str, Any]]) -> str:
 
 
 def decisive(rows: Sequence[Asked], figures: Sequence[Mapping[str, Any]]) -> longstep.Prediction:
-    """Return the prediction whose basis is told: of those that win, the one that takes longest."""
+    """Return the prediction whose basis is printed: the longest of those that win."""
     winners = [rows[one.row].found for one in won(figures, _keys(rows), rows[0].schedule)]
     able = [one for one in winners if one] or [row.found for row in rows if row.found]
     return max(able, key=lambda one: one.step_time_s)

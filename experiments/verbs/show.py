@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import msgspec
@@ -105,17 +106,22 @@ def show(command: Show, console: Console) -> None:
         text = Stages(found.mesh, found.workload, found.options).to_csv().decode()
     else:
         cells = grid(schedule, logical_times(schedule, matching, waits), ranks)
-        widths = [max(len(row[column]) for row in cells) for column in range(len(ranks))]
-        head = "time  " + "  ".join(f"rank {rank}".ljust(width) for rank, width in zip(ranks, widths, strict=True))
-        body = [
-            f"{time:4}  " + "  ".join(cell.ljust(max(width, 6)) for cell, width in zip(row, widths, strict=True))
-            for time, row in enumerate(cells)
-        ]
-        text = "\n".join([found.title, head, *(line.rstrip() for line in body), LEGEND])
+        text = "\n".join([found.title, *_columns(cells, ranks), LEGEND])
     if out:
         out.write((_MARKS.get(command.format, "") + text).encode())
     else:
         console.print(text, markup=False)
+
+
+def _columns(cells: Sequence[Sequence[str]], ranks: Sequence[int]) -> list[str]:
+    """Return the grid of logical time x rank in lines, a column for each rank."""
+    widths = [max(len(row[column]) for row in cells) for column in range(len(ranks))]
+    head = "time  " + "  ".join(f"rank {rank}".ljust(width) for rank, width in zip(ranks, widths, strict=True))
+    body = [
+        f"{time:4}  " + "  ".join(cell.ljust(max(width, 6)) for cell, width in zip(row, widths, strict=True))
+        for time, row in enumerate(cells)
+    ]
+    return [head, *(line.rstrip() for line in body)]
 
 
 def _show_fabric(command: Show, console: Console) -> None:

@@ -54,7 +54,7 @@ class Streams(Protocol):
         ...
 
     def outlast(self, tensor: torch.Tensor, streams: Iterable[str]) -> None:
-        """Keep a tensor's memory from being used anew before what has been issued to some streams has ended."""
+        """Keep a tensor's memory from being reused before what was issued to some streams has ended."""
         ...
 
     def get_ahead(self, seconds: float) -> None:

@@ -27,7 +27,7 @@ the largest element.
 
 
 def verifiable(workload: Workload) -> None:
-    """Raise InputError for a sequence that the reference is too slow for."""
+    """Raise InputError for a sequence that is too long for the reference."""
     longest = MAX_SEQ[workload.scope]
     if workload.seq > longest:
         raise InputError(f"`seq` {workload.seq} is too long to verify at scope {workload.scope}: at most {longest}")

@@ -48,9 +48,9 @@ def execute_virtual(checked: Checked, device: torch.device, order_seed: int | No
 
 
 def attention_seconds(checked: Checked, device: torch.device, repeats: int = 5) -> list[float]:
-    """Return per rank the seconds that its attention kernels take, each alone on the device, so that ranks do not slow
-    each other: of every kernel the fastest of so many plays, since what disturbs it makes it slower only. On a CPU each
-    has one thread, and seconds are those of the CPU, which do not count other processes.
+    """Return per rank the seconds of its attention kernels. Ranks are played alone, so that they do not slow each
+    other, and each kernel counts with its fastest play, because disturbances only make it slower. On a CPU each rank
+    has one thread, and seconds are CPU time, which leaves out other processes.
 
     Raises InputError for a schedule that was not checked, or for less than one play.
     """

@@ -94,7 +94,7 @@ class Rendezvous(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """Where a rank sits: which of how many, on what, and with what."""
+    """Where a rank sits: its number and that of all ranks, its device, and what it is given."""
 
     rank: int
     ranks: int
@@ -154,7 +154,7 @@ def serve(pipe: Connection, board: int, seat: Seat, number: int) -> None:
 
 def cores_of(rank: int, ranks: int, cores: Sequence[int]) -> list[int]:
     """Return the cores that a rank is bound to, as launchers do (Open MPI, ``--bind-to core``): a share of its own, or
-    one that it has in common with the same ranks at all times.
+    one core that it always has in common with the same ranks.
 
     Left to itself, Linux lets threads of transfers push kernels about, and now and then keeps three of four ranks of a
     lab on one of two cores. Outside of a lab more ranks than cores stay free: they are to take turns on all of them.

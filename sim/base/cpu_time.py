@@ -7,7 +7,7 @@ import time
 
 
 class CpuTime:
-    """Seconds of a processor, of this process and of its workers; without end for None."""
+    """Seconds of a processor that this process and its workers may take; None is no limit."""
 
     def __init__(self, limit_s: float | None = None) -> None:
         self.limit_s = math.inf if limit_s is None else limit_s
@@ -16,11 +16,11 @@ class CpuTime:
         """Whether its user has pressed Ctrl-C: then nothing is left."""
 
     def add(self, workers_s: float) -> None:
-        """Take what workers have taken that have ended."""
+        """Count the seconds that workers took which have ended."""
         self._workers_s += workers_s
 
     def left_s(self, workers_s: float = 0.0) -> float:
-        """Return what is left, with what workers have taken that live; at most 0 where that is nothing."""
+        """Return the seconds that are left, where live workers have taken ``workers_s``; 0 or less if none are."""
         if self.interrupted:
             return 0.0
         return self.limit_s - (time.process_time() - self._began_s) - self._workers_s - workers_s

@@ -1,17 +1,16 @@
-"""Named presets and the user's own files, decoded into Structs; and ``--set`` overrides of them.
+"""Named presets and the user's own files, decoded into Structs.
 
-A leaf like ``sim.base.errors``: clusters, models and profiles are all read by the functions below, so that an unknown
-name, a missing file, an unknown key and a wrong value read alike everywhere.
+Clusters, models and profiles are all read by the functions below, so that an unknown name, a missing file, an unknown
+key and a wrong value read alike everywhere. ``overrides`` changes figures of what was read.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 import stat
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -21,7 +20,6 @@ import msgspec
 from sim.base.errors import InputError, none_of, unknown
 
 T = TypeVar("T", bound=msgspec.Struct)
-Spec = TypeVar("Spec")
 
 PLAIN = "a text without control characters"
 """What messages say of a pattern that takes all others."""
@@ -135,7 +133,7 @@ def explained(error: msgspec.ValidationError, owner: Any, data: object) -> str:
 
     Without ``data`` whoever asks has named already what does not fit.
     """
-    said, path = _told(error)
+    said, path = told(error)
     steps = re.findall(r"[^.\[\]]+|\[[^\]]*\]", path)
     at, value = _hint(owner, steps), _value(data, steps)
     given = f"{path} is {reprlib.repr(value)}: " if isinstance(value, str | int | float) else f"{path}: "
@@ -157,7 +155,7 @@ def explained(error: msgspec.ValidationError, owner: Any, data: object) -> str:
     return f"{given and f'{path}: '}{said}"
 
 
-def _told(error: msgspec.ValidationError) -> tuple[str, str]:
+def told(error: msgspec.ValidationError) -> tuple[str, str]:
     """Return what msgspec says, and the path of fields to where."""
     match = re.fullmatch(r"(.*?)(?: - at (?:`key` in )?`\$\.?([^`]*)`)?", str(error), re.DOTALL)
     assert match is not None
@@ -174,98 +172,6 @@ def _value(data: Any, steps: Sequence[str]) -> object:
         else:
             return None
     return data
-
-
-def override(spec: Spec, changes: Sequence[tuple[str, str]], where: str) -> Spec:
-    """Return ``spec``, a struct or a dataclass, with the figures at some paths replaced, in turn, and then seen to be
-    valid together.
-
-    A path is dotted (``nvlink.bytes_per_s``); ``gpu[3].speed`` addresses one device (the field ``per_gpu``). Beside it
-    stands a value, or ``*2`` and ``/2`` relative to the present one; of words and numbers that may be left out
-    ``none``, of words several as ``qkv+out``. Raises InputError that names the keys allowed.
-    """
-    data: dict[str, Any] = msgspec.to_builtins(spec, str_keys=True)
-    unset, words = _unset_flags(spec), _words(type(spec)) if isinstance(spec, msgspec.Struct) else {}
-    numbers = _numbers(type(spec)) if isinstance(spec, msgspec.Struct) else ()
-    data |= dict.fromkeys(unset, False) | {name: data.get(name) for name in numbers}
-    data |= {name: _joined(data.get(name, "")) for name in words}
-    for path, text in changes:
-        if text == "none" and path in numbers:
-            data[path] = None
-        else:
-            _replace(data, path, text, where)
-    for name in words:
-        data[name] = "" if data[name] == "none" else data[name].split("+") if words[name] and data[name] else data[name]
-    data = {name: value for name, value in data.items() if value or name not in {*unset, *words}}
-    data = {name: value for name, value in data.items() if value is not None or name not in numbers}
-    try:
-        return msgspec.convert(data, type(spec), strict=False)
-    except msgspec.ValidationError as error:
-        at = [(path, text) for path, text in changes if _told(error)[1] == ".".join(_keys(path))]
-        given = ", ".join(f"{_option(where, path)}={text}" for path, text in at or changes)
-        raise InputError(f"{given}: {explained(error, type(spec), None if at else data)}") from error
-
-
-def _unset_flags(spec: object) -> set[str]:
-    """Return the fields of a struct that may be true, and are left out where they are not."""
-    flags = _flags(type(spec)) if isinstance(spec, msgspec.Struct) else ()
-    return {name for name in flags if getattr(spec, name) is msgspec.UNSET}
-
-
-@cache
-def _flags(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the fields of a struct that may be true."""
-    return tuple(one.name for one in msgspec.structs.fields(kind) if bool in get_args(one.type))
-
-
-@cache
-def _numbers(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the fields of a struct that may be left out and else are a number."""
-    found = []
-    for one in msgspec.structs.fields(kind):
-        hints = get_args(one.type) if msgspec.UnsetType in get_args(one.type) else ()
-        if any((get_args(hint) or (hint,))[0] in {int, float} for hint in hints):
-            found.append(one.name)
-    return tuple(found)
-
-
-@cache
-def _words(kind: type[msgspec.Struct]) -> dict[str, bool]:
-    """Return the fields of a struct that may be left out and else are one of some words, or several: whether they may
-    be several.
-    """
-    found = {}
-    for one in msgspec.structs.fields(kind):
-        hints = get_args(one.type) if msgspec.UnsetType in get_args(one.type) else ()
-        for hint in (get_args(hint)[0] if get_origin(hint) is Annotated else hint for hint in hints):
-            several = get_origin(hint) is tuple
-            if get_origin(get_args(hint)[0] if several else hint) is Literal:
-                found[one.name] = several
-    return found
-
-
-def _joined(words: str | Sequence[str]) -> str:
-    """Return a word, or several as ``set`` takes them: joined by +."""
-    return words if isinstance(words, str) else "+".join(words)
-
-
-def _keys(path: str) -> list[str]:
-    """Return the names of the fields that a path leads through."""
-    return re.sub(r"(\w+)\[(\d+)\]", r"per_\1.\2", path).split(".")
-
-
-def _replace(data: dict[str, Any], path: str, text: str, where: str) -> None:
-    """Replace the figure at one path; raises InputError if there is none, or ``text`` is no such value."""
-    keys, node = _keys(path), data
-    for depth, key in enumerate(keys[:-1]):
-        if keys[0].startswith("per_") and depth == 1:
-            node.setdefault(key, {"speed": 1.0})
-        if not isinstance(node.get(key), dict):
-            raise unknown("key", path, _leaves(data), where)
-        node = node[key]
-    if keys[-1] not in node or isinstance(node[keys[-1]], dict):
-        raise unknown("key", path, _leaves(data), where)
-    node[keys[-1]] = _parsed(text, node[keys[-1]], path, where)
 
 
 def _hint(owner: Any, steps: Sequence[str]) -> Any:
@@ -293,51 +199,3 @@ def _described(owner: Any, steps: Sequence[str]) -> str:
 def _alternatives(owner: Any) -> list[Any]:
     """Return a type, or of a union its types."""
     return [owner] if get_origin(owner) in {None, dict, list, tuple, Literal} else list(get_args(owner))
-
-
-def _parsed(text: str, present: object, path: str, where: str) -> object:
-    """Return ``text`` as the kind of value that stands there now."""
-    if isinstance(present, str):
-        return text
-    relative = text[:1] if text[:1] in {"*", "/"} else ""
-    if isinstance(present, bool):
-        if text.lower() in {"true", "false"}:
-            return text.lower() == "true"
-        raise InputError(f"{_option(where, path)}={text}: expected true or false")
-    try:
-        number = float(text.removeprefix(relative)) if relative else float(text)
-    except ValueError as error:
-        if present is None:
-            return text
-        raise InputError(
-            f"{_option(where, path)}={text}: expected a number, or *NUMBER to scale the present one"
-        ) from error
-    if relative:
-        if not isinstance(present, int | float):
-            raise InputError(f"{_option(where, path)}={text}: there is no present value to scale; give a number")
-        if relative == "/" and number == 0:
-            raise InputError(f"{_option(where, path)}={text}: cannot divide by zero")
-        number = present * number if relative == "*" else present / number
-    if not math.isfinite(number):
-        raise InputError(f"{_option(where, path)}={text}: expected a finite number")
-    return int(number) if isinstance(present, int) and number == int(number) else number
-
-
-def _option(where: str, path: str) -> str:
-    """Return what the user typed: ``where`` ends with a dot or a blank where the path goes on."""
-    return where + path if where.endswith((".", " ")) else f"{where} {path}"
-
-
-def _leaves(data: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted paths of all figures in ``data``, in the form that ``--set`` takes."""
-    paths: list[str] = []
-    for key, value in data.items():
-        if key in {"sources", "notes"}:
-            continue
-        if key.startswith("per_") and isinstance(value, dict):
-            paths.append(f"{key.removeprefix('per_')}[N].speed")
-        elif isinstance(value, dict):
-            paths += _leaves(value, f"{prefix}{key}.")
-        else:
-            paths.append(f"{prefix}{key}")
-    return paths

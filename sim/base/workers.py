@@ -29,7 +29,9 @@ class _Call(NamedTuple):
 
 
 class Workers:
-    """As many processes as ``jobs``; 1 is the caller's own, which calls when it waits, and never ends in the midst."""
+    """``jobs`` processes that call functions. With 1 there is no other process: this one calls the function when it
+    waits, and nothing can end it in between.
+    """
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs

@@ -12,7 +12,7 @@ from sim.schedule.ir.masks import count_pairs
 
 
 class LowerBound(NamedTuple):
-    """Of the rank that attends most, in any plan."""
+    """What the busiest rank of any plan does at least."""
 
     pairs: float
     """That it attends at least: an equal share."""

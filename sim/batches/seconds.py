@@ -64,9 +64,8 @@ def _joined(tasks: Sequence[Task], alike: str, along: str) -> list[Task]:
 
 
 def plan_seconds(planned: Planned, batch: Batch, per_token: TokenBytes, costs: PlanCosts, gpus_per_node: int) -> float:
-    """Return the forward seconds of the slowest rank of a plan of blocks: while a division is attended, what the next
-    one needs arrives, and behind the last one what partial outputs take home. Without latencies, and with links that
-    are idle else.
+    """Return the forward seconds of the slowest rank of a plan of blocks. While a division is attended, the inputs of
+    the next one arrive. After the last one, partial outputs travel home. Latencies and other traffic are left out.
     """
     kernels, found = attention_seconds(planned, batch, costs.kernel_seconds), statistics(planned, batch, per_token)
     node = np.arange(len(found.tokens)) // gpus_per_node

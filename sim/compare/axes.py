@@ -59,16 +59,7 @@ def axes_of(vary: Mapping[str, Sequence[object] | str], zipped: Sequence[Sequenc
         )
     listed = {field_of(key): _values(key, values) for key, values in vary.items()}
     together = [[field_of(key) for key in keys] for keys in zipped]
-    for keys in together:
-        for key in keys:
-            if key not in listed:
-                raise InputError(none_of("key of `zip`", key, listed))
-            if sum(key in other for other in together) > 1:
-                raise InputError(f"`zip` {key}: it is in two of them; name each key once")
-        counts = {key: len(listed[key]) for key in keys}
-        if len(set(counts.values())) > 1:
-            spelled = ", ".join(f"{count} of {key}" for key, count in counts.items())
-            raise InputError(f"`zip` {','.join(keys)}: has {spelled}; give each key as many values")
+    _require_zips(together, {key: len(values) for key, values in listed.items()})
     groups = [*map(tuple, together), *((key,) for key in listed if not any(key in keys for keys in together))]
     groups.sort(key=lambda keys: list(listed).index(keys[0]))
     axes = [Axis(keys, tuple(zip(*(listed[key] for key in keys), strict=True))) for keys in groups]
@@ -76,6 +67,19 @@ def axes_of(vary: Mapping[str, Sequence[object] | str], zipped: Sequence[Sequenc
     if count > _MOST:
         raise InputError(f"`vary` has {count} combinations: allowed are {_MOST}; leave out some values")
     return axes
+
+
+def _require_zips(together: Sequence[Sequence[str]], counts: Mapping[str, int]) -> None:
+    """Raise InputError for keys that are zipped and not varied, or in two zips, or have unlike numbers of values."""
+    for keys in together:
+        for key in keys:
+            if key not in counts:
+                raise InputError(none_of("key of `zip`", key, counts))
+            if sum(key in other for other in together) > 1:
+                raise InputError(f"`zip` {key}: it is in two of them; name each key once")
+        if len({counts[key] for key in keys}) > 1:
+            spelled = ", ".join(f"{count} of {key}" for key, count in {key: counts[key] for key in keys}.items())
+            raise InputError(f"`zip` {','.join(keys)}: has {spelled}; give each key as many values")
 
 
 def is_list(field: str, text: str) -> bool:
@@ -128,7 +132,7 @@ def _is_length(text: str) -> bool:
 
 
 def limits(key: str, between: str) -> tuple[float, float]:
-    """Return the ends of a range LOW..HIGH; raises InputError for what is none."""
+    """Return the ends of a range LOW..HIGH; raises InputError for any other text."""
     low, dots, high = between.partition("..")
     where = f"`along` {key}="
     ends = _number(where, between, low), _number(where, between, high) if dots else 0.0
@@ -155,7 +159,9 @@ def changed(setup: Setup, values: Mapping[str, str]) -> Setup:
 
 
 def field_of(key: str) -> str:
-    """Return what the library calls a key, which may be an option of the command line; raises InputError for none."""
+    """Return the library's name of a key, which may be an option of the command line; raises InputError for an unknown
+    one.
+    """
     root, dot, _ = key.partition(".")
     if dot:
         if root not in SET_ROOTS:
@@ -213,7 +219,7 @@ def _number(where: str, text: str, part: str) -> float:
 
 
 def _typed(key: str, text: str) -> Any:
-    """Return the value that a text is of a field."""
+    """Return the value of a field that a text stands for."""
     hint = _TYPES[key]
     takes = get_args(hint) if get_origin(hint) in {Union, UnionType} else (hint,)
     if text == "none" and type(None) in takes:

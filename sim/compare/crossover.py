@@ -156,7 +156,7 @@ class _Along:
         return [self.point(self._low * ratio**number) for number in range(_POINTS)]
 
     def _bisected(self, begin: _Point, end: _Point, below: str, figure: Figure) -> _Point:
-        """Return the first point, as far as it is to be known, at which not the same one is faster."""
+        """Return the first point at which the other one is faster, as exactly as it is to be known."""
         while end.value / begin.value > 1 + self._within:
             middle = self.point(math.sqrt(begin.value * end.value))
             if middle.text in {begin.text, end.text}:

@@ -62,8 +62,8 @@ class Journal:
             raise InputError(f"{str(path)!r} cannot be written ({error.strerror}); choose another file") from error
 
     def _read(self, sweep: str) -> bytes:
-        """Return the whole lines of what is there, having kept their rows; raises JournalError, and leaves the file as
-        it is, where that is no journal that can be gone on with.
+        """Read the rows of the whole lines of a journal and return these lines. Raises JournalError, and leaves the
+        file as it is, where it is no journal that can be continued.
         """
         try:
             data = self.path.read_bytes()

@@ -58,7 +58,7 @@ def portions(setup: Setup, rows: Mapping[int, Mapping[str, str]], workers: int, 
 
 
 def _parted(row: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what is varied of a row beside its cluster, and what of it."""
+    """Return what is varied of a row outside its cluster, and inside it."""
     cluster = {key: value for key, value in row.items() if key.startswith("cluster.")}
     return {key: value for key, value in row.items() if key not in cluster}, cluster
 

@@ -11,7 +11,7 @@ from sim.compare.axes import changed, field_of
 from sim.compare.explore import Progress, explore
 from sim.compare.portions import Row
 from sim.setup.answers.answer import Grounds, grounds, who_wins
-from sim.setup.answers.places import tied, token_s
+from sim.setup.answers.places import is_able, tied, token_s
 from sim.setup.answers.table import Table
 from sim.setup.names import text_of, tokens
 from sim.setup.setup import Setup
@@ -74,12 +74,14 @@ def _numbered(place: dict[str, Any]) -> dict[str, Any]:
 
 
 def judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
-    """Return what is said of one place, of the rows of whoever competes there by ``field``: as ``winners`` has it."""
+    """Return the row that ``winners`` has for one place, from the rows that compete there; ``field`` is what they
+    differ in.
+    """
     found: dict[str, Any] = dict.fromkeys(
         ("winner", "degrees", "step_time_s", "behind", "ratio", "tied", "bound_by", "other_bound")
     )
     found["refused"] = "; ".join(f"{row[field]}: {row['error']}" for row in rows if row["error"])
-    able = sorted((row for row in rows if not row["error"] and row["fits"] != "no"), key=token_s)
+    able = sorted(filter(is_able, rows), key=token_s)
     if not able:
         return {**found, "winner": "", "why": next(_reasons(rows, field))}
     best, *others = able
@@ -101,7 +103,7 @@ def judged(rows: Sequence[Row], field: str) -> dict[str, Any]:
 
 
 def _reasons(rows: Sequence[Row], field: str) -> Iterator[str]:
-    """Yield why each of those that lost before they were compared has."""
+    """Yield for each of those that cannot be compared why it has lost."""
     for row in rows:
         if row["error"] or row["fits"] == "no":
             yield f"{row[field]}: {row['error'] or 'does not fit'}"

@@ -152,8 +152,8 @@ def _tried(judge: Judge, signs: set[Sign], progress: Progress) -> _Tried:
 
 
 def _pairs(judge: Judge, causes: Sequence[Cause]) -> list[Program]:
-    """Return the pairs of programs that come nearest to what was measured, if each moves time and memory by the factor
-    by which it does alone.
+    """Return the pairs of programs that come nearest to what was measured. Each program is taken to change time and
+    memory by the same factor as it does alone.
     """
     programs, by_name = {one.name: one for one in PROGRAMS}, {cause.name: cause for cause in causes}
     base = (judge.base.step_time_s, judge.peak_bytes)
@@ -183,9 +183,10 @@ def _played(judge: Judge, program: Program) -> Cause | None:
 
 
 def _fitted(judge: Judge, machine: Machine) -> Cause | None:
-    """Return a machine that is worse by the factor that explains the time; None where there is no such figure.
+    """Return a machine with one figure worse, by the factor that explains the time; None where it has no such
+    figure.
 
-    The factor is found by bisection, since times grow with it; the largest one is kept where it is not enough.
+    The largest factor is kept where it is not enough.
     """
     assert judge.step_s is not None
     rank, found, checked = judge.slowest_rank(), quick(judge.found), judge.base.checked
@@ -194,17 +195,11 @@ def _fitted(judge: Judge, machine: Machine) -> Cause | None:
         changed = machine.change(found, factor, rank)
         return None if changed is None else play(changed, checked if changed.mesh == found.mesh else None)
 
-    low, high, factor = 1.0, machine.most, machine.most
-    case = played(machine.most)
+    case, factor = played(machine.most), machine.most
     if case is None:
         return None
-    for _ in range(_TRIES if machine.most != NO_FACTOR and case.step_s > judge.step_s else 0):
-        factor = math.sqrt(low * high)
-        case = played(factor)
-        assert case is not None
-        if abs(case.step_s / judge.step_s - 1) <= _TIME_WITHIN:
-            break
-        low, high = (factor, high) if case.step_s < judge.step_s else (low, factor)
+    if machine.most != NO_FACTOR and case.step_s > judge.step_s:
+        case, factor = _bisected(played, machine.most, judge.step_s)
     peak_bytes = judge.peak_bytes
     off = judge.off(case.step_s, peak_bytes, case.simulation)
     says = machine.says.format(factor=factor, rank=rank)
@@ -214,8 +209,22 @@ def _fitted(judge: Judge, machine: Machine) -> Cause | None:
     )  # fmt: skip
 
 
+def _bisected(played: Callable[[float], Case | None], most: float, step_s: float) -> tuple[Case, float]:
+    """Return the factor between 1 and ``most`` by which a step takes so long, and that step: times grow with it."""
+    low, high = 1.0, most
+    for _ in range(_TRIES):
+        factor = math.sqrt(low * high)
+        found = played(factor)
+        assert found is not None  # as with the largest factor
+        case = found
+        if abs(case.step_s / step_s - 1) <= _TIME_WITHIN:
+            break
+        low, high = (factor, high) if case.step_s < step_s else (low, factor)
+    return case, factor
+
+
 def _memory_findings(judge: Judge, signs: set[Sign]) -> list[str]:
-    """Return which terms of the memory are as large as what is too much."""
+    """Return which terms of the memory are about as large as the excess."""
     room, measured = judge.base.room, judge.measured.memory_bytes
     if "more memory" not in signs or room is None or measured is None:
         return []

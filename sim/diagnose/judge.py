@@ -1,4 +1,4 @@
-"""A measured run held against simulated ones: how far each figure is off, in units of what is not known."""
+"""A measured run beside simulated ones: how far each figure is off, in units of its tolerance."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Judge:
         return peak_bytes - within, peak_bytes + self.reserved_bytes + within
 
     def signs(self) -> set[Sign]:
-        """Return how the measured run is beside the one that was meant."""
+        """Return how the measured run differs from the one that was meant."""
         found: set[Sign] = set()
         if self.step_s is not None and self.step_s < self.low * self.base.step_time_s:
             found.add("faster")
@@ -127,7 +127,7 @@ class Judge:
         return found
 
     def _ranks_off(self, ranks_s: Sequence[float]) -> float:
-        """Return how far kernel seconds of ranks, beside their median, are off, in units of how far they may be."""
+        """Return how far the kernel seconds of ranks, beside their median, are off, in units of their tolerance."""
         if len(self.measured.rank_s) != len(ranks_s) or min(ranks_s) <= 0:
             return 0.0
         own = np.log(np.array(self.measured.rank_s) / np.median(self.measured.rank_s))
@@ -140,8 +140,8 @@ class Judge:
         return apart / (max(math.log(self.high), _NEAREST) if apart > 0 else min(math.log(self.low), -_NEAREST))
 
     def moved(self, case: Case, peak_bytes: int) -> float:
-        """Return how far a case is from the one that was meant in what was measured, in units of how far that may be:
-        what moves nothing of it is neither explained by it nor refuted.
+        """Return how far a case moves the measured figures from those of the run that was meant, in units of their
+        tolerance. A measurement neither supports nor refutes a case that moves none of them.
         """
         found = [0.0]
         if self.step_s is not None:
@@ -155,7 +155,7 @@ class Judge:
         return math.inf if self.measured.kind_s else max(found)
 
     def off(self, step_s: float, peak_bytes: int, simulation: Simulation) -> float:
-        """Return how far the worst figure is off, in units of how far it may be."""
+        """Return how far the worst figure is off, in units of its tolerance."""
         off = [0.0]
         if self.step_s is not None:
             off.append(self._beyond(self.step_s, step_s))
@@ -170,7 +170,7 @@ class Judge:
         return max(off + self._kinds_off(simulation))
 
     def _kinds_off(self, simulation: Simulation) -> list[float]:
-        """Return how far each kind of kernels is off that takes some of them, in units of how far it may be."""
+        """Return how far each kind of kernels that takes some time is off, in units of its tolerance."""
         own = self.measured.kind_s
         if not any(own.get(kind) for kind in KERNELS):
             return []

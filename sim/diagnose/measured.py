@@ -21,7 +21,7 @@ _SAME_MFU = 0.03
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured; None of it need be given but one.
+    """What was measured: at least one figure. The others are None.
 
     >>> Measured(tokens_per_s=8192.0).step_s(tokens=65536, gpus=8)
     8.0
@@ -72,7 +72,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.tokens_per_s_per_gpu is None else tokens / (self.tokens_per_s_per_gpu * gpus)
 
     def by_mfu_s(self, base: Prediction) -> float | None:
-        """Return the step time that an MFU means, as the field counts its FLOPs, where nothing else tells a time.
+        """Return the step time that a measured MFU means, if nothing else tells a time. FLOPs are counted as the field
+        does.
 
         Raises InputError where nothing else was measured and there is no peak that it could be a share of.
         """

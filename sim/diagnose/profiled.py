@@ -59,7 +59,7 @@ class TracedRank(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """The number of steps."""
         return len(self.bounds_s) - 1
 
     @property
@@ -259,8 +259,8 @@ def _within(rank: int, source: Source, steps: list[Span], work: list[Span], host
 
 
 def _outermost(operators: Iterable[_Event]) -> list[Span]:
-    """Return operators of a CPU, each with its time: the outermost one with a known name stands for those it calls;
-    of others those that call nothing are kept, so that all that is not known is told.
+    """Return operators of a CPU, each with its time. The outermost one with a known name stands for those that it
+    calls. Of the others only those that call nothing are kept, so that all unknown work is reported.
     """
     found: list[Span] = []
     spans = sorted(

@@ -82,7 +82,9 @@ def _sees_kernels(ranks: Sequence[TracedRank]) -> bool:
 
 
 def _error_of_median(values: Sequence[float]) -> float:
-    """Return the standard error of a median, as of a normal distribution; 0 of one value, which does not tell."""
+    """Return the standard error of a median, for a normal distribution; 0 for a single value, whose error is
+    not known.
+    """
     return math.sqrt(math.pi / 2 / len(values)) * float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
@@ -126,7 +128,7 @@ def _streamed_s(simulation: Simulation) -> list[float]:
 
 
 def traced(ranks: Sequence[TracedRank], simulation: Simulation) -> Traced:
-    """Return what traces of some ranks, which are not none, say beside the simulated run."""
+    """Return what traces say beside the simulated run; there is at least one."""
     measured, simulated = _mean_kinds(ranks), kinds_s(simulation, loops_apart=_sees_kernels(ranks))
     kinds = [KindRow(kind, measured[kind], simulated[kind]) for kind in KINDS_OF_WORK
              if measured[kind] or simulated[kind]]  # fmt: skip
@@ -274,7 +276,7 @@ def _gaps(one: TracedRank) -> list[tuple[float, float]]:
 
 
 def _common_s(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """Return the seconds that two lists of times, each apart and in order, have in common."""
+    """Return the seconds that two lists of times have in common; each is in order and without overlaps."""
     total, at = 0.0, 0
     for begin, end in some:
         while at < len(others) and others[at][1] <= begin:

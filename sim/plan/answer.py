@@ -99,8 +99,8 @@ class Answer(NamedTuple):
 
 
 def of_plan(found: Plan) -> str:
-    """Return which configuration is best of those that fit, in which time with which interval, how much memory is left,
-    which others are tied with it, and what may be better that was not simulated.
+    """Return in a sentence the best configuration that fits, with its time, interval and free memory; which others are
+    tied with it; and how much better those may be that were not simulated.
     """
     rest = _not_simulated(found)
     if not found.best.rows:
@@ -115,8 +115,8 @@ def of_plan(found: Plan) -> str:
 
 
 def of_question(found: Answer) -> str:
-    """Return the longest context or the fewest GPUs, with the configuration that is fastest there; or that nothing is
-    enough. It says so where the search was cut short, or ended where it was told to.
+    """Return in a sentence the longest context or the fewest GPUs, with the fastest configuration there; or that
+    nothing is enough. It says so if the search was cut short, or ended where it was told to.
     """
     cut = "" if found.sure else "; the search was cut short"
     last = found.tried.rows[-1]

@@ -9,8 +9,8 @@ from typing import Any
 
 from sim.accounts.memory import TERMS
 from sim.base.errors import InputError
+from sim.plan.search.families import as_ring
 from sim.plan.search.room import Room, room
-from sim.plan.search.space import as_ring
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.adapters import adapts_mlp
 from sim.setup import names
@@ -33,8 +33,8 @@ Progress = Callable[[int, int], object]
 
 
 def longest(setup: Setup, most: int) -> int:
-    """Return the longest context, in tokens up to ``most``, whose training step fits, 0 if none does. It is one of 16
-    lengths between each power of two and the next; that memory grows with the length is taken for granted.
+    """Return the longest context whose training step fits, in tokens up to ``most``; 0 if none does. Candidates are 16
+    lengths between each power of two and the next. Memory is assumed to grow with the length.
     """
     lengths = lengths_tried(setup, most)
     fitting = bisect.bisect_left(lengths, x=True, key=lambda tokens: _room(setup.replace(seq=tokens)).free_bytes < 0)
@@ -42,7 +42,7 @@ def longest(setup: Setup, most: int) -> int:
 
 
 def lengths_tried(setup: Setup, most: int) -> list[int]:
-    """Return the lengths up to ``most`` of which the longest context is one."""
+    """Return the candidates for the longest context, up to ``most``."""
     mesh = setup.resolved().mesh
     least = LEAST * mesh.sharing
     octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
@@ -60,8 +60,8 @@ def _padded(setup: Setup) -> Configuration:
 
 
 def using(setup: Setup, options: Mapping[str, str]) -> Setup:
-    """Return a setup with some options of its schedule, or with another schedule. Of one that does not split sequences
-    each GPU, or line of them through all stages, is a replica.
+    """Return a setup with some options of its schedule, or with another schedule. Where that one does not split
+    sequences, each GPU is a replica, or with tensor parallelism and stages each group of them.
     """
     given = dict(options)
     changes: dict[str, Any] = {}
@@ -78,12 +78,12 @@ def using(setup: Setup, options: Mapping[str, str]) -> Setup:
 
 
 def num_gpus(setup: Setup) -> int:
-    """Return how many GPUs a setup has where it does not say so: as many as for any schedule that splits sequences."""
+    """Return the number of GPUs of a setup that does not state it: that of schedules that split sequences."""
     return as_ring(setup).mesh.size
 
 
 def rungs(techniques: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield states of all techniques: none, one more of some on each, and all of these but one."""
+    """Yield names and options of states of the techniques: all off, then one more of them on each, then all but one."""
     state: dict[str, str] = {}
     for technique in reversed(TECHNIQUES.values()):
         state |= technique.off
@@ -102,8 +102,8 @@ def ladder(
     techniques: Sequence[str] = tuple(TECHNIQUES),
     progress: Progress | None = None,
 ) -> Table:
-    """Return what some techniques of ``TECHNIQUES`` save and cost in a training step: a row for none of them, one with
-    one more of them switched on each, in their order, and one for all but each.
+    """Return what some techniques of ``TECHNIQUES`` save and cost in a training step. The first row has none of them.
+    Each of the next rows switches one more on, in their order. Each of the last rows switches one of all off again.
 
     A row has the longest context that fits in tokens, at most ``most``. At the setup's own length it has the peak
     allocated in bytes, also by term, what is left beside it and what no buffer can have, whether that fits, and the
@@ -178,9 +178,9 @@ def fit(setup: Setup, rows: Sequence[str], lengths: Sequence[int | str], *, prog
 
 
 def what_helps(setup: Setup) -> list[str]:
-    """Return what to switch on in a training step that does not fit: of techniques that make it fit alone the one that
-    wins most GiB for each second that the step takes longer; where none does, all that it takes. None where the step
-    fits, or all together are not enough.
+    """Return what to switch on so that a training step fits: of the techniques that suffice alone, the one that saves
+    most GiB for each second that it adds; if none suffices, all that are needed together. None where the step fits
+    already, or all together are not enough.
 
     >>> what_helps(Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus=2, layers=2, seq="1M"))
     ['chunked loss', 'tiled MLP']

@@ -11,8 +11,8 @@ ROUND = 16
 
 
 def last_enough(count: int, known: int, reaches: Callable[[int], bool]) -> int:
-    """Return the last number below ``count`` that reaches what it has to, as a known one does and none does beyond one
-    that does not: in steps that double, then by halves.
+    """Return the last number below ``count`` that is enough, by steps that double and then by bisection. ``known`` is
+    one that is enough. After a number that is not, none is.
     """
     step, short = 1, count
     while known + step < short and step < count:
@@ -27,7 +27,9 @@ def last_enough(count: int, known: int, reaches: Callable[[int], bool]) -> int:
 
 
 def lengths_of_units(unit: int, until: int) -> Iterator[int]:
-    """Yield lengths in rising order, as many from one power of two of the unit to the next."""
+    """Yield lengths in rising order up to ``until``: the same number between each power of two of the unit and the
+    next.
+    """
     while True:
         for step in range(PER_OCTAVE):
             if (tokens := unit * (PER_OCTAVE + step)) > until:

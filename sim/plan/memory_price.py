@@ -27,6 +27,10 @@ from sim.setup.setup import Setup
 
 _PLACED = ("schedule.placement",)
 """What is set of a schedule and is none of its options."""
+_COLUMNS = (
+    "memory", "capacity_bytes", "elasticity", "step_time_s", "options", "free_bytes", "more_bytes", "more_step_time_s",
+    "more_options", "sure",
+)  # fmt: skip
 
 
 class _Way(NamedTuple):
@@ -83,11 +87,7 @@ def memory_prices(
 
 def _branches(setup: Setup, options: Mapping[str, Sequence[str]], tensors: Sequence[str] | None) -> list[Branch]:
     """Return all ways of a setup's schedule, with its degrees and placement."""
-    if setup.scope != "step":
-        raise InputError(f"`scope` {setup.scope}: memory has a price in training steps: set `scope` step")
-    setup = setup.spelled_out()
-    if setup.one_device:
-        raise InputError("`one_device` plays all ranks on one device: memory has a price where each has its own")
+    setup = _priced(setup)
     if tensors is not None:
         require_tensors(tensors, setup.model_spec)
     found = setup.resolved()
@@ -98,20 +98,31 @@ def _branches(setup: Setup, options: Mapping[str, Sequence[str]], tensors: Seque
         for key, values in options.items()
         if key in {*own} - decided
     }
+    fixed = {key for key, value in own.items() if value != usual[key]} - {*varied} - decided
     kept = [
         f"{key}={value}" for key, value in names.pairs(setup.set) if key in _PLACED or not key.startswith("schedule.")
     ]
-    for key, value in own.items():
-        if value != usual[key] and key not in {*varied, *decided}:
-            kept.append(f"schedule.{key}={names.text_of(value)}")
+    kept += [f"schedule.{key}={names.text_of(own[key])}" for key in own if key in fixed]
     base = dataclasses.replace(setup, schedule=setup.played, stack=None, pad=True, jitter=0.0, set=kept)
+    if not tensors:
+        return [*Branch(Family(base, found.schedule, varied)).leaves]
     ways = []
-    for mlp in varied.pop("mlp", [""]) if tensors else [""]:  # whose blocks have other tensors
+    for mlp in varied.pop("mlp", [""]):  # whose blocks have other tensors
         one = base.replace(set={"schedule.mlp": mlp}) if mlp else base
-        groups = grid_of(one, tensors or ())
+        groups = grid_of(one, tensors)
         grid = {**groups, **({"mlp": [mlp]} if mlp else {}), **varied}
         ways += [*Branch(Family(one, found.schedule, grid, tensors=[*groups])).leaves]
     return ways
+
+
+def _priced(setup: Setup) -> Setup:
+    """Return a setup spelled out; raises InputError for one whose memory has no price."""
+    if setup.scope != "step":
+        raise InputError(f"`scope` {setup.scope}: memory has a price in training steps: set `scope` step")
+    setup = setup.spelled_out()
+    if setup.one_device:
+        raise InputError("`one_device` plays all ranks on one device: memory has a price where each has its own")
+    return setup
 
 
 def _least(branch: Branch) -> _Way | str:
@@ -159,35 +170,47 @@ class _Asked:
     def price(self, memory: str, now: _Way | None) -> dict[str, Any]:
         """Return what more of a memory would buy, beside the fastest way that fits now."""
         capacity = next(way.limits[memory].capacity_bytes for way in self._ways if memory in way.limits)
-        row: dict[str, Any] = {
-            "memory": memory, "capacity_bytes": capacity, "elasticity": None, "step_time_s": None, "options": "",
-            "free_bytes": None, "more_bytes": None, "more_step_time_s": None, "more_options": "", "sure": self.sure,
-        }  # fmt: skip
-        if now is None:
-            short = [way for way in self._ways if (way.missing(memory) or 0) > 0]
-            if found := min(short, key=lambda way: way.missing(memory) or 0, default=None):
-                row |= {"more_bytes": found.missing(memory), "more_options": found.branch.named}
-            return row
+        row = dict.fromkeys(_COLUMNS) | {
+            "memory": memory,
+            "capacity_bytes": capacity,
+            "options": "",
+            "more_options": "",
+        }
+        found = self._missing_least(memory) if now is None else self._bought(memory, capacity, now)
+        return row | found | {"sure": self.sure}
+
+    def _missing_least(self, memory: str) -> dict[str, Any]:
+        """Return the least that is missing of a memory for any way to fit."""
+        short = [(missing, way) for way in self._ways if (missing := way.missing(memory) or 0) > 0]
+        if not short:
+            return {}
+        missing, way = min(short, key=lambda one: one[0])
+        return {"more_bytes": missing, "more_options": way.branch.named}
+
+    def _bought(self, memory: str, capacity: int, now: _Way) -> dict[str, Any]:
+        """Return what the fastest way takes now, and the way that more memory would buy: the one that wins most for
+        each byte.
+        """
         limit = now.limits.get(memory)
-        row |= {
+        found: dict[str, Any] = {
             "elasticity": 0.0, "step_time_s": now.step_s, "options": now.branch.named,
             "free_bytes": limit.free_bytes if limit else capacity,
         }  # fmt: skip
         slope = partial(_slope, now=now, memory=memory, capacity=capacity)  # of ways by their bounds, and as played
         for way in sorted(self._ways, key=slope):
-            if slope(way) >= row["elasticity"]:
+            if slope(way) >= found["elasticity"]:
                 break
-            if (played := self._played(way)) and -math.inf < slope(played) < row["elasticity"]:
-                row |= {
+            if (played := self._played(way)) and -math.inf < slope(played) < found["elasticity"]:
+                found |= {
                     "elasticity": slope(played), "more_bytes": played.missing(memory),
                     "more_step_time_s": played.step_s, "more_options": played.branch.named,
                 }  # fmt: skip
-        return row | {"sure": self.sure}
+        return found
 
 
 def _slope(way: _Way, now: _Way, memory: str, capacity: int) -> float:
-    """Return the elasticity from now to a way that fits with more of one memory: 0 for one that is no faster, or lacks
-    others, and without bounds for one that may fit already.
+    """Return the elasticity from now to a way that fits with more of one memory. It is 0 for a way that is no faster or
+    lacks another memory, and minus infinity for one that may fit already.
     """
     missing = way.missing(memory)
     if missing is None or way.step_s >= now.step_s:

@@ -13,8 +13,9 @@ from sim.plan.answer import Plan
 from sim.plan.planned_batch import require_shared, with_batch
 from sim.plan.remedies import remedies
 from sim.plan.search.branches import Lost, Played
+from sim.plan.search.families import as_ring, families
 from sim.plan.search.search import Progress, Search
-from sim.plan.search.space import OPTIONS, Family, as_ring, families
+from sim.plan.search.space import OPTIONS, Family
 from sim.plan.search.tensors import TENSORS, require_tensors
 from sim.plan.search.usual import is_usual
 from sim.setup.answers.table import Table
@@ -242,7 +243,9 @@ def _unusual(room: Room) -> str:
 
 
 def _is_tie(first: Played, other: Played) -> bool:
-    """Return whether another is no slower than the first, as predicted or with all costs of both at one end."""
+    """Return whether another is no slower than the first: as predicted, or with all costs of both at one end of their
+    range.
+    """
     if first.within is None or other.within is None:
         return other.batch_s <= first.batch_s
     ends = zip((first.step_s, *first.within), (other.step_s, *other.within), strict=True)

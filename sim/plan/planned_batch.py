@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 
 from sim.base.errors import InputError
-from sim.plan.search.space import Family, as_ring, families
+from sim.plan.search.families import as_ring, families
+from sim.plan.search.space import Family
 from sim.setup import names
 from sim.setup.global_batch import ANY, USUAL_TOKENS, counts_tokens, of_each, sequences_of, usual_sequences
 from sim.setup.names import Assumed
@@ -21,9 +22,10 @@ from sim.setup.setup import Setup
 
 
 def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_length: bool = False) -> Setup:
-    """Return a setup with the ``global_batch`` that its plan keeps, on so many GPUs or any of ``counts``; ``any`` where
-    a ``batch`` above 1 says what each replica has. Where lengths are looked for it is ``of_any_length``: then raises
-    InputError for one in tokens; and always for documents of each micro-batch, whose number plans choose.
+    """Return a setup with the ``global_batch`` that its plan keeps, on its GPUs or on any number of ``counts``. It is
+    ``any`` where a ``batch`` above 1 sets the sequences of each replica. A search for lengths (``of_any_length``) takes
+    no global batch in tokens: raises InputError for one, and for documents of each micro-batch, because plans choose
+    the number of micro-batches.
 
     >>> with_batch(Setup(gpus=64, seq="64K")).assumed["global_batch"], with_batch(Setup(seq="4M")).global_batch
     ('8', '1')
@@ -49,7 +51,7 @@ def with_batch(setup: Setup, counts: Sequence[int] | None = None, *, of_any_leng
 
 
 def _replicas(setup: Setup, gpus: int) -> int:
-    """Return how many replicas there are where the degrees of a schedule leave no choice, else 1."""
+    """Return the number of replicas if the degrees of the schedule fix it, else 1."""
     if setup.schedule is None:
         return 1
     typed = [getattr(setup, f"{name}_degree") for name in names.entry(setup.schedule).degrees]
@@ -58,7 +60,7 @@ def _replicas(setup: Setup, gpus: int) -> int:
 
 
 def require_shared(setup: Setup, found: Sequence[Family]) -> None:
-    """Raise InputError where no number of replicas that degrees leave shares the global batch."""
+    """Raise InputError where the degrees leave no number of replicas that divides the global batch."""
     if found or setup.global_batch in {None, ANY}:
         return
     for family in families(setup.replace(global_batch=ANY)):

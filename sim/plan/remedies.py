@@ -13,7 +13,8 @@ from sim.base.errors import InputError
 from sim.plan.fit import switched_off, using
 from sim.plan.search.branches import least_limits
 from sim.plan.search.degrees import DEGREES, divides
-from sim.plan.search.space import Branch, families
+from sim.plan.search.families import families
+from sim.plan.search.space import Branch
 from sim.plan.search.usual import unusual
 from sim.setup import names
 from sim.setup.global_batch import divisors
@@ -26,7 +27,7 @@ PARTS = 16
 
 
 def remedies(setup: Setup, least: Branch, options: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what would make something fit where ``least`` is what lacks least: each alone is enough."""
+    """Return changes each of which would be enough for a step to fit; ``least`` is what lacks least."""
     return [*_techniques(least), *_shares(setup, least, options), *_gpus(setup, least, options), *_shorter(least)]
 
 

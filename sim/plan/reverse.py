@@ -18,8 +18,9 @@ from sim.plan.lengths import PER_OCTAVE, ROUND, last_enough, lengths_of_units
 from sim.plan.plan import num_jobs, require_any_built, require_price, require_searchable, shortage, told
 from sim.plan.planned_batch import with_batch
 from sim.plan.search.branches import Open, Played, opened, played
+from sim.plan.search.families import as_ring, families
 from sim.plan.search.search import Progress, Search
-from sim.plan.search.space import ANYTHING, OPTIONS, Branch, Family, Target, as_ring, families
+from sim.plan.search.space import ANYTHING, OPTIONS, Branch, Family, Target
 from sim.setup import names
 from sim.setup.answers.table import Table
 from sim.setup.configuration import Configuration
@@ -306,8 +307,8 @@ def _whole(setup: Setup) -> Configuration:
 
 
 def _on(setup: Setup, gpus: int) -> Setup:
-    """Return a setup on so many GPUs, with as many nodes as these need. Those that are a part of a socket's have that
-    share of its memory: others hang on it, too.
+    """Return a setup on so many GPUs, with as many nodes as these need. GPUs that are a part of a socket's get that
+    share of its memory, because the other GPUs of the socket use the rest.
     """
     there = setup.replace(gpus=gpus, nodes=None, dp_degree=1)
     spec = _whole(there).spec
@@ -319,7 +320,7 @@ def _on(setup: Setup, gpus: int) -> Setup:
 
 
 def _verdict(what: str, value: int, search: Search) -> dict[str, Any]:
-    """Return whether anything reaches what it has to, and what does, or what is missing least."""
+    """Return a row: whether anything reaches the target and what does, or what is missing least."""
     row: dict[str, Any] = {what: value, "reaches": None, "why": "not known in this time: `limit_s` gives it longer"}
     if search.best:
         first = search.best[0]

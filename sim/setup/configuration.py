@@ -60,7 +60,7 @@ class Configuration:
     yes: bool = False
 
     def has_schedule_of(self, other: Configuration) -> bool:
-        """Return whether its schedule is that of another one, whatever they are played on; never where the builder asks
+        """Return whether another configuration has the same schedule, on any machine. Never where the builder asks
         about the machine.
         """
 
@@ -75,9 +75,9 @@ class Configuration:
         return Asked(self.schedule, self.entry, self.workload, self.mesh, self.options, self.hints)
 
     def built(self, ranks: int | None = None, share: float = BUILT) -> Schedule:
-        """Return the schedule, of which so many ranks' programs are wanted, by default all; raises InputError also
-        where a builder of the user's fails, and TooLargeError where that takes longer than is spent without asking;
-        ``share`` as of ``Estimate``.
+        """Return the schedule. ``ranks`` is how many ranks' programs will be used, by default all; ``share`` is as of
+        ``Estimate``. Raises InputError also where a builder of the user's fails, and TooLargeError where building takes
+        longer than is spent without asking.
         """
         require_small(self.asked, ranks, share, yes=self.yes)
         return built(self.entry, self.workload, self.mesh, self.options, self.hints)

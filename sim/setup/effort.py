@@ -25,6 +25,7 @@ from sim.base.errors import TooLargeError
 from sim.base.garbage import garbage_collection_off
 from sim.schedule.derive.roles import firsts, of_kinds
 from sim.schedule.ir.ops import Collective, Exchange
+from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import NAMED, Entry
 from sim.schedule.methods.hints import Hints
 from sim.words.mesh import Mesh
@@ -109,7 +110,7 @@ BUILT = 1 / 3
 
 
 class Sizes(NamedTuple):
-    """Along what programs grow."""
+    """The sizes along which programs grow."""
 
     ring: int
     chunks: int
@@ -196,7 +197,7 @@ def _through(sizes: list[int], values: list[float], at: int) -> float:
 
 
 def sizes_of(asked: Asked) -> Sizes:
-    """Return along what the programs of a configuration grow."""
+    """Return the sizes along which the programs of a configuration grow."""
     workload, options = asked.workload, asked.options
     chunk = getattr(options, "chunk", None)
     step = workload.scope == "step"
@@ -227,10 +228,8 @@ def growth_of(asked: Asked) -> Growth:
     return Growth(base, along, likeness)
 
 
-def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, Likeness]:
-    """Return what the program of a rank in the middle has at some sizes, of one long document, and which ranks do the
-    same.
-    """
+def _small(asked: Asked, sizes: Sizes) -> Schedule:
+    """Return a schedule of some sizes that is like the one that is asked for, of one long document in one stage."""
     work, options = asked.workload, asked.options
     mesh = msgspec.structs.replace(asked.mesh, pp=1)  # a stage does what a model of its layers does
     if asked.mesh.pp > 1:
@@ -247,16 +246,21 @@ def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, Likeness]:
     )  # fmt: skip
     if now.micro_batches != sizes.micro_batches:
         options = dataclasses.replace(options, micro_batches=sizes.micro_batches)
-    schedule = asked.entry.schedule(workload, msgspec.structs.replace(mesh, ring=sizes.ring), options, asked.hints)
+    return asked.entry.schedule(workload, msgspec.structs.replace(mesh, ring=sizes.ring), options, asked.hints)
+
+
+def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, Likeness]:
+    """Return what the program of a rank in the middle has at some sizes, and which ranks do the same."""
+    schedule = _small(asked, sizes)
     ranks = schedule.header.mesh.first_replica
     program = schedule.program(ranks[len(ranks) // 2])
     trading = next(group for group in schedule.header.mesh.groups("ulysses") if program.rank in group)
     ends = [[call.fragment.shared for call in schedule.program(rank).calls] for rank in (trading[0], trading[-1])]
+    likeness = Likeness(schedule.replicated, len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1])
     ops = [op for fragment in {call.fragment for call in program.calls} for op in fragment.ops]
     groups = {one.name: len(one.groups[0]) for one in schedule.header.communicators if one.groups}
     members = sum(groups[op.communicator] for op in ops if isinstance(op, Collective))
     peers = {message.peer for op in ops if isinstance(op, Exchange) for message in op.sends}
-    likeness = Likeness(schedule.replicated, len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1])
     return Counts(program.num_ops, len(ops), len(program.calls), members, len(peers)), likeness
 
 
@@ -315,7 +319,7 @@ def require_small(asked: Asked, ranks: int | None = None, share: float = 1.0, *,
 
 
 def _is_surely_small(asked: Asked, ranks: int) -> bool:
-    """Return whether a configuration, or what so many ranks do of it, is so small that nothing has to be counted."""
+    """Return whether a configuration, or the share of it that so many ranks do, is too small to be worth counting."""
     size, mesh = sizes_of(asked), asked.mesh
     of_layers = size.layers * size.micro_batches * (8 + mesh.ring + size.chunks**2 // 4)
     return ranks * max(of_layers // 8, mesh.ring + mesh.ulysses // 4) <= 1024 and size.documents <= _FEW

@@ -64,8 +64,8 @@ def counts_tokens(global_batch: int | str) -> bool:
 
 
 def of_each(global_batch: int | str, sequences: int, replicas: int, gpus: int, batch: int = 1) -> int:
-    """Return how many of some sequences each replica has; raises InputError where they do not divide, with the nearest
-    that do on so many GPUs, and where each is said to have another number: a ``batch`` above 1.
+    """Return how many of the sequences each replica has. Raises InputError where the replicas do not share them
+    equally, with the nearest numbers on so many GPUs that they do; and where a ``batch`` above 1 says another number.
 
     >>> of_each("64", 64, replicas=8, gpus=16)
     8
@@ -93,9 +93,9 @@ def of_each(global_batch: int | str, sequences: int, replicas: int, gpus: int, b
 
 
 def usual_sequences(seq: int, gpus: int, replicas: int = 1) -> int:
-    """Return how many sequences a plan takes for a global batch that nobody names: what about ``USUAL_TOKENS`` are, one
-    at least, of a number that replicas on so many GPUs can share: a divisor of it, or a multiple. Where the degrees
-    leave no other number of ``replicas``, a multiple of these.
+    """Return the sequences of a plan's global batch that nobody named: about ``USUAL_TOKENS`` tokens, and at least one.
+    Their number divides that of the GPUs, or is a multiple of it, so that replicas can share them. If the degrees fix
+    the ``replicas``, it is a multiple of these.
 
     >>> [usual_sequences(tokens, gpus=64) for tokens in (2**13, 2**16, 2**21)], usual_sequences(2**18, gpus=24)
     ([64, 8, 1], 2)

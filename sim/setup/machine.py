@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from sim.base.errors import InputError, unknown
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.engine.costs.measured import measured_cluster
 from sim.engine.play.jitter import KERNELS, Jitter, require_seeds
 from sim.engine.play.simulate import Engine
@@ -96,9 +96,9 @@ def _as_calibrated(spec: ClusterSpec, profile: Profile) -> ClusterSpec:
 
 
 def kernels_on(spec: ClusterSpec, profile: Profile | None, kernels: Kernels) -> Kernels:
-    """Return the kernels of some software on a cluster: attention of the profile where there are no figures of another
-    on its GPUs, as of FlashAttention-2 on those that have come since; none at the rates of datasheets, at which all are
-    alike.
+    """Return the kernels of some software on a cluster. Attention is the profile's where nobody has measured the
+    software's on these GPUs, such as FlashAttention-2 on the latest. At the rates of datasheets all kernels are alike,
+    so that none is named.
     """
     if profile is None:
         return Kernels()

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast, get_args
 import msgspec
 
 from sim.base.errors import InputError, unknown
-from sim.base.presets import override, preset_names
+from sim.base.overrides import override
+from sim.base.presets import preset_names
 from sim.batches.batch import require_lengths
 from sim.batches.files import typed_lengths
 from sim.schedule.methods.catalog import NAMED, Build, Entry
@@ -68,7 +69,7 @@ class Assumed(str):
 
 
 class Untold(int):
-    """A number that nobody gave, and that gives way to what others make of it."""
+    """A default that yields to what other fields imply."""
 
     __slots__ = ()
 
@@ -134,7 +135,7 @@ def _model(name: str | Path | ModelSpec, ignored: Sequence[str] = ()) -> ModelSp
 
 
 def cluster_spec(name: str | Path | ClusterSpec | Cluster) -> ClusterSpec:
-    """Return what a cluster is made of: as ``cluster``."""
+    """Return the spec of a cluster, by the names that ``cluster`` takes."""
     found = plain(name)
     return _expected("cluster", load_cluster(found) if isinstance(found, str) else found, ClusterSpec)
 

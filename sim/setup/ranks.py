@@ -34,24 +34,12 @@ def mesh_of(
     """Return the mesh of a schedule, which errors call ``name``: the degrees that were given; the GPUs that they leave
     go to what the schedule splits, whose heads are those of one of ``tp`` shares.
     """
-    outside = dp * pp * tp
     given = dict(degrees)
-    for axis, degree in given.items():
-        if (degree or 1) > 1 and axis not in entry.degrees:
-            takes = "".join(f", only `{other}_degree`" for other in entry.degrees)
-            raise InputError(
-                f"`{axis}_degree` {degree}: schedule {name!r} has none{takes}; leave it out, or choose another "
-                f"`schedule`"
-            )
-    inside = (given["ulysses"] or 1) * (given["ring"] or 1)
+    _require_axes(entry, name, given)
+    outside, inside = dp * pp * tp, (given["ulysses"] or 1) * (given["ring"] or 1)
     product = outside * inside
-    if gpus is None and (not entry.degrees or inside > 1):
-        gpus = product
-    elif gpus is None and spec.gpu.kind == "cpu":
-        gpus = outside * max(1, host_facts().cores // outside)
-    elif gpus is None:
-        gpus = spec.gpus_meant or spec.gpus_per_node * (nodes or dp * spec.nodes)
-        gpus = max(gpus, outside)
+    if gpus is None:
+        gpus = product if inside > 1 or not entry.degrees else _usual_gpus(spec, nodes, dp, outside)
     if given == {"ulysses": None, "ring": None} and gpus % outside == 0 and (entry.degrees or gpus == outside):
         return msgspec.structs.replace(entry.mesh(gpus // outside, model_of_share(model, tp)), dp=dp, pp=pp, tp=tp)
     rest = next((axis for axis in entry.degrees if given[axis] is None), None)
@@ -68,6 +56,26 @@ def mesh_of(
     return Mesh(ulysses=found["ulysses"], ring=found["ring"], dp=dp, pp=pp, tp=tp)
 
 
+def _require_axes(entry: Entry, name: str, given: Degrees) -> None:
+    """Raise InputError for a degree of an axis that a schedule does not split."""
+    for axis, degree in given.items():
+        if (degree or 1) > 1 and axis not in entry.degrees:
+            takes = "".join(f", only `{other}_degree`" for other in entry.degrees)
+            raise InputError(
+                f"`{axis}_degree` {degree}: schedule {name!r} has none{takes}; leave it out, or choose another "
+                f"`schedule`"
+            )
+
+
+def _usual_gpus(spec: ClusterSpec, nodes: int | None, dp: int, outside: int) -> int:
+    """Return the number of GPUs of a mesh if neither degrees nor anybody says it: the whole cluster, or a
+    host's cores.
+    """
+    if spec.gpu.kind == "cpu":
+        return outside * max(1, host_facts().cores // outside)
+    return max(spec.gpus_meant or spec.gpus_per_node * (nodes or dp * spec.nodes), outside)
+
+
 def shared_gpus(
     entry: Entry,
     spec: ClusterSpec,
@@ -79,8 +87,8 @@ def shared_gpus(
     pp: int = 1,
     tp: int = 1,
 ) -> tuple[int | None, int]:
-    """Return GPUs and replicas: these by the degrees where all say how many ranks share a sequence, and no replicas
-    are given.
+    """Return the numbers of GPUs and replicas. Replicas that are not given follow from the degrees, if these all say
+    how many ranks share a sequence.
     """
     shared = pp * tp * math.prod(degrees[name] or 1 for name in entry.degrees)
     if dp > 1 or any(degrees[name] is None for name in entry.degrees):

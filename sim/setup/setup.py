@@ -294,8 +294,8 @@ class Setup:
         return found.replace(set=turns) if turns else found
 
     def _in_turns(self) -> Setup:
-        """Return it with a sequence and a micro-batch for each list of documents; itself where it has these, or one of
-        all. Raises InputError where it has another number of sequences.
+        """Return it with one sequence and one micro-batch for each list of documents; itself where these are set, or
+        there is one list for all. Raises InputError where it has another number of sequences.
         """
         turns = None if self.documents is None else names.micro_batches_of(self.documents)
         if turns is None:
@@ -346,8 +346,8 @@ class Setup:
     def _stacked(
         self, entry: Entry, given: list[tuple[str, str]], usual: Mapping[str, str | int | bool]
     ) -> list[tuple[str, str]]:
-        """Return what is set of the schedule, with what its stack switches on beside that, and beside both what its
-        software has it; of what this schedule has, at this scope.
+        """Return the options of the schedule, each once: what is set comes before what the stack switches on, and that
+        before what the software has. Only options that this schedule has at this scope are among them.
         """
         has = {*msgspec.to_builtins(entry.options or {})} - {*dict(given)}
         stacked: Mapping[str, str] = {}

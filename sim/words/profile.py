@@ -182,7 +182,7 @@ class Longer(_Data, frozen=True, kw_only=True):
 
 
 class Held(_Data, frozen=True, kw_only=True):
-    """What kernels get of the peak FLOP/s of their data type that are long enough to lower the clock themselves."""
+    """The share of a data type's peak FLOP/s that kernels get which are long enough to lower the clock themselves."""
 
     share: Annotated[float, msgspec.Meta(gt=0, le=1)]
     """In the median."""
@@ -193,7 +193,7 @@ class Held(_Data, frozen=True, kw_only=True):
 
 
 class Sustained(Longer, frozen=True, kw_only=True):
-    """Kernels that FLOPs bound, under seconds of load, over what they take in the short runs that points are of."""
+    """How many times as long kernels bound by FLOPs take under seconds of load as in the short runs of the points."""
 
     rises_s: tuple[Seconds, Seconds] = (10e-6, 50e-6)
     """Kernels shorter than the first do not reach the power limit; all longer than the second do."""
@@ -243,7 +243,7 @@ class Ran(_Data, frozen=True, kw_only=True):
 
 
 class FusedAttention(_Data, frozen=True, kw_only=True):
-    """Which fused attention kernel points are of."""
+    """The fused attention kernel that was measured."""
 
     kernel: FusedName | Literal[""]
     """Its generation, as ``software.attention`` names it; empty where points are of several."""

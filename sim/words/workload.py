@@ -51,7 +51,7 @@ def accumulation_dtype(dtype: Dtype) -> Dtype:
 
 
 class LayerKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What layers of one kind have instead of what the model says of all."""
+    """The fields in which layers of one kind differ from what the model says of all."""
 
     window: Count | msgspec.UnsetType = msgspec.UNSET
     """A query sees itself and the W - 1 tokens before it."""
@@ -154,7 +154,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its own weights are, beside adapters that are trained."""
+        """Whether its own weights are frozen, and only adapters are trained."""
         return bool(self.lora_rank)
 
 
@@ -328,7 +328,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return _of_kind(self, layer % len(kinds)) if kinds else self
 
     def kinds(self, layers: int | None = None) -> tuple[tuple[Workload, int], ...]:
-        """Return the workload of each kind of layers, and how many of them there are of so many, by default its own."""
+        """Return the workload of each kind of layers, and how many of ``layers`` are of that kind; by default of its
+        own.
+        """
         period = len(self.model.kinds or (None,))
         count = self.layers if layers is None else layers
         return tuple([(self.of_layer(one), len(range(one, count, period))) for one in range(period)])
@@ -452,7 +454,7 @@ _IDLE = {"base", "chat", "hf", "instruct", "it", "meta"}
 
 
 def spoken(name: str) -> str:
-    """Return what is left of a model's name without what people write one way or another.
+    """Return a model's name without what people write in several ways.
 
     >>> spoken("meta-llama/Meta-Llama-3.1-8B-Instruct"), spoken("llama3.1-8b")
     ('llama3.18b', 'llama3.18b')

@@ -13,8 +13,9 @@ from sim.balance.documents import BY_BLOCKS
 from sim.base.errors import InputError
 from sim.plan.search.bounds import least_room
 from sim.plan.search.branches import Lost, least_of, opened
+from sim.plan.search.families import families
 from sim.plan.search.room import room
-from sim.plan.search.space import Branch, families
+from sim.plan.search.space import Branch
 from sim.plan.search.steps import step_of
 from tests.plan.test_plan import SMALL, by_trying
 

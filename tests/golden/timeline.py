@@ -1,6 +1,6 @@
 """Two ranks of a causal ring on a slow link: what begins and ends when, in microseconds."""
 
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.engine.play.simulate import simulate
 from sim.schedule.methods import ring
 from sim.schedule.proof.check import check

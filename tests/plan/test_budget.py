@@ -7,7 +7,8 @@ import pytest
 import longstep
 from longstep import InputError, Setup
 from sim.plan.search.branches import SURE, least_limits
-from sim.plan.search.space import Branch, families
+from sim.plan.search.families import families
+from sim.plan.search.space import Branch
 from sim.plan.search.tensors import TENSORS, as_options, grid_of
 from tests.plan.test_plan import SMALL
 

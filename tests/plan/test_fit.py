@@ -9,8 +9,8 @@ import pytest
 import longstep
 from longstep import InputError, Setup
 from sim.plan.fit import lengths_tried, longest, rungs, switched_off, using
+from sim.plan.search.families import families
 from sim.plan.search.room import room
-from sim.plan.search.space import families
 from sim.setup.stacks import STACKS, TECHNIQUES
 from tests.helpers import sweep_but
 

@@ -9,9 +9,10 @@ import pytest
 import longstep
 from longstep import InputError, Setup
 from sim.plan.search.branches import Played, least_limits, least_of, played
+from sim.plan.search.families import families
 from sim.plan.search.few import of_layers, of_played, of_turns
 from sim.plan.search.passes import Work, least_steps, walked
-from sim.plan.search.space import Branch, Family, families
+from sim.plan.search.space import Branch, Family
 from sim.plan.search.steps import step_of
 from sim.schedule.model.pipeline.account import Parts
 from sim.schedule.model.pipeline.stages import Stages

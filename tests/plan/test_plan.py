@@ -18,9 +18,10 @@ from sim.base.cpu_time import CpuTime
 from sim.base.workers import Workers
 from sim.plan.search.bounds import Least, least_of_any, least_room, least_seconds
 from sim.plan.search.branches import SURE, Played, least_limits, least_of, played
+from sim.plan.search.families import families
 from sim.plan.search.room import room
 from sim.plan.search.search import Search
-from sim.plan.search.space import OPTIONS, Branch, Family, families
+from sim.plan.search.space import OPTIONS, Branch, Family
 from sim.plan.search.steps import step_of
 from sim.schedule.methods.catalog import SCHEDULES
 

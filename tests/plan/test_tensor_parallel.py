@@ -10,7 +10,8 @@ import longstep
 from longstep import InputError, Setup
 from sim.plan.remedies import remedies
 from sim.plan.search.degrees import FEW_TOKENS
-from sim.plan.search.space import Branch, families
+from sim.plan.search.families import families
+from sim.plan.search.space import Branch
 from sim.plan.search.steps import step_of
 from tests.helpers import by_tier
 from tests.plan.test_plan import SMALL, by_trying, require_bounds, require_told

@@ -16,7 +16,7 @@ from experiments.verbs.cli import main, parse
 from experiments.verbs.shared.selection import FileSelection
 from experiments.verbs.simulate import Simulate
 from sim.base.errors import InputError
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.schedule.methods.catalog import NAMED
 from sim.setup import names
 from sim.setup.imports.facts import FACTS, facts_of

@@ -8,7 +8,7 @@ import pytest
 
 import longstep
 from sim.base.errors import InputError
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.engine.traffic.collectives import link_traffic
 from sim.engine.traffic.least import least_seconds, needs
 from topology.cluster import Cluster, load_cluster

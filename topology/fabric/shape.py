@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def blocking(self) -> float:
-        """How many times as much the ports of a half send as the other half gets."""
+        """Ratio of what the ports of one half send to what the other half can receive."""
         return self.injection_bytes_per_s / self.bisection_bytes_per_s
 
 

@@ -133,8 +133,8 @@ class FlashAttention(TorchFunctionMode):
 
 
 def _left(whole: list[Any], part: list[Any]) -> list[Any]:
-    """Return a list without the first of each element of another one, wherever operands lie in memory: a part alone is
-    given others than in the whole.
+    """Return a list without the first equal of each element of another one. Where operands lie in memory does not
+    count, because a part alone is given others than in the whole.
     """
 
     def like(one: Any) -> Any:

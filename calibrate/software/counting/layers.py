@@ -101,6 +101,11 @@ def vocabulary_gradient(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
     return softmax.mul_(gradient.unsqueeze(dim=-1))
 
 
+def stream(sizes: Sizes) -> torch.Tensor:
+    """Return the residual stream, ``[sequence, batch, hidden]``."""
+    return received(torch.bfloat16, sizes["sequence"], sizes["batch"], sizes["hidden"])
+
+
 def weight(*shape: int) -> torch.nn.Parameter:
     """Return a weight in bf16."""
     return torch.nn.Parameter(torch.empty(shape, dtype=torch.bfloat16))

@@ -120,9 +120,7 @@ class Log(TorchDispatchMode):
 
 
 def launch(kernel: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-    """Say to the log that is entered that a kernel runs which is no op of ATen; where none is, as one that does, run a
-    small one in its place.
-    """
+    """Note a kernel that is no op of ATen in the active log. Without a log, run a small kernel in its place."""
     log = _get_current_dispatch_mode()
     if isinstance(log, Log):
         log.launched(kernel, reads, writes)
@@ -131,7 +129,7 @@ def launch(kernel: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Te
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Return what tells one storage from another, as long as both are alive."""
+    """Return the identity of a tensor's storage, as long as it is alive."""
     return tensor.untyped_storage()._cdata  # noqa: SLF001 - which data_ptr is not, on the meta device
 
 

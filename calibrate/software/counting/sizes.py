@@ -82,5 +82,5 @@ def _term(elements: int) -> tuple[str, Fraction]:
 
 
 def numbers(found: Mapping[str, Fraction]) -> Formula:
-    """Return amounts as floats, or as whole numbers where they are some."""
+    """Return amounts as floats, whole ones as ints."""
     return {product: int(each) if each == int(each) else float(each) for product, each in found.items() if each}

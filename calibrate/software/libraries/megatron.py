@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from calibrate.software.counting.count import FlashAttention, Ready, Run, received, run
-from calibrate.software.counting.layers import NormKernels, heads_of, vocabulary_gradient, vocabulary_loss, weight
+from calibrate.software.counting.count import FlashAttention, Ready, Run, run
+from calibrate.software.counting.layers import (
+    NormKernels,
+    heads_of,
+    stream,
+    vocabulary_gradient,
+    vocabulary_loss,
+    weight,
+)
 from calibrate.software.counting.log import launch
 from calibrate.software.counting.sizes import Sizes
 
@@ -164,7 +171,7 @@ def attention(sizes: Sizes) -> Run:
 def _attention(sizes: Sizes) -> Ready:
     sequence, batch, kv_heads, each = (sizes[name] for name in ("sequence", "batch", "kv_heads", "head_dim"))
     groups = sizes["heads"] // kv_heads
-    x, angles = _stream(sizes), _angles(sizes)
+    x, angles = stream(sizes), _angles(sizes)
     qkv_weight = weight((sizes["heads"] + 2 * kv_heads) * each, sizes["hidden"])
     o_weight = weight(sizes["hidden"], sizes["heads"] * each)
 
@@ -184,7 +191,7 @@ def mlp(sizes: Sizes) -> Run:
     """Return what MLP runs with bias_activation_fusion."""
 
     def build(sizes: Sizes) -> Ready:
-        x = _stream(sizes)
+        x = stream(sizes)
         fc1, fc2 = weight(2 * sizes["ffn"], sizes["hidden"]), weight(sizes["hidden"], sizes["ffn"])
         return Ready(lambda: (functional.linear(_Swiglu.apply(functional.linear(x, fc1)), fc2),), (x,))
 
@@ -195,7 +202,7 @@ def mlp_unfused(sizes: Sizes) -> Run:
     """Return what MLP runs without bias_activation_fusion."""
 
     def build(sizes: Sizes) -> Ready:
-        x = _stream(sizes)
+        x = stream(sizes)
         fc1, fc2 = weight(2 * sizes["ffn"], sizes["hidden"]), weight(sizes["hidden"], sizes["ffn"])
 
         def forward() -> tuple[torch.Tensor]:
@@ -230,7 +237,7 @@ def loss_fused(sizes: Sizes) -> Run:
 
 def _loss(of: type[torch.autograd.Function], sizes: Sizes) -> Run:
     def build(sizes: Sizes) -> Ready:
-        x, head = _stream(sizes), weight(sizes["vocab"], sizes["hidden"])
+        x, head = stream(sizes), weight(sizes["vocab"], sizes["hidden"])
         labels = torch.empty(sizes["batch"], sizes["sequence"], dtype=torch.int64)
         mask = torch.empty(sizes["batch"], sizes["sequence"], dtype=torch.float32)
 
@@ -243,10 +250,6 @@ def _loss(of: type[torch.autograd.Function], sizes: Sizes) -> Run:
         return Ready(forward, (x,))
 
     return run(build, sizes)
-
-
-def _stream(sizes: Sizes) -> torch.Tensor:
-    return received(torch.bfloat16, sizes["sequence"], sizes["batch"], sizes["hidden"])
 
 
 def _angles(sizes: Sizes) -> torch.Tensor:

@@ -19,6 +19,7 @@ from calibrate.software.counting.layers import (
     NormKernels,
     RmsNorm,
     heads_of,
+    stream,
     vocabulary_gradient,
     vocabulary_loss,
     weight,
@@ -246,11 +247,6 @@ def loss(sizes: Sizes) -> Run:
         return Ready(forward, (x,))
 
     return run(build, sizes)
-
-
-def stream(sizes: Sizes) -> torch.Tensor:
-    """Return the residual stream."""
-    return received(torch.bfloat16, sizes["sequence"], sizes["batch"], sizes["hidden"])
 
 
 def _angles(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,7 +58,7 @@ class Cell(NamedTuple):
 
     @property
     def name(self) -> str:
-        """All of it, in words."""
+        """The cell in words."""
         return f"{self.method}, {self.what}, S {self.seq}, P {self.gpus}"
 
 
@@ -90,7 +90,8 @@ class Repeated(NamedTuple):
 def compared(
     sweep: Repeated, keep: Callable[[Cell, Comparison], None], advance: Callable[[], None], workers: Workers | None
 ) -> None:
-    """Compare every cell, and hand over each result; all take turns, so that a noisy minute does not hit one alone.
+    """Compare every cell and hand over each result. Cells take turns, so that a noisy minute does not hit one
+    alone.
 
     ``advance`` is called after every step. A cell that fails is left out from then on, and the others go on in a new
     session, unless torchrun started the ranks. Raises RankError at the end for cells that failed, or for lack of time.

@@ -32,28 +32,30 @@ def _drifted(drift: list[float]) -> list[str]:
 
 
 def _reordered(simulated: Trace, executed: Trace) -> list[str]:
-    """Return how many begins and ends of a rank's ops came before one simulated earlier, and the worst.
+    """Return how many begins and ends of a rank's ops came before one that was simulated earlier, and the worst of
+    them.
 
     Each event is held against the latest one of all that were simulated at least a hundredth of the step before it.
     """
     apart_s = _APART * simulated.step_time_s
     total, turned = 0, []
     for rank in range(simulated.num_ranks):
-        found = {(row.op, what): at for row in executed.of_rank(rank) for what, at in _events(row)}
+        executed_at = {(row.op, what): at for row in executed.of_rank(rank) for what, at in _events(row)}
         events = sorted(
-            (at, found[row.op, what], f"the {what} of {row.label!r}")
+            (at, executed_at[row.op, what], f"the {what} of {row.label!r}")
             for row in simulated.of_rank(rank)
             for what, at in _events(row)
         )
         total += len(events)
         latest, earlier = (0.0, ""), 0
-        for at, executed_s, name in events:
-            while events[earlier][0] <= at - apart_s:
+        for simulated_s, executed_s, name in events:
+            while events[earlier][0] <= simulated_s - apart_s:
                 latest = max(latest, events[earlier][1:])
                 earlier += 1
-            gap_s = latest[0] - executed_s
-            if gap_s > apart_s:
-                turned.append((gap_s, f"on rank {rank} {latest[1]} came {seconds(gap_s)} after {name}"))
+            latest_s, latest_name = latest
+            if latest_s - executed_s > apart_s:
+                late_s = latest_s - executed_s
+                turned.append((late_s, f"on rank {rank} {latest_name} came {seconds(late_s)} after {name}"))
     if not turned:
         return []
     return [f"{len(turned)} of {total} events came before one simulated earlier; {max(turned)[1]}"]

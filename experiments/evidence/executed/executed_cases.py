@@ -24,7 +24,8 @@ Fields = dict[str, Any]
 
 
 def executed_cases(record: Record) -> list[Case]:
-    """Return the cells of a record as cases, for this version to predict: those with a quiet repeat, by these alone.
+    """Return the cells of a record as cases that this version predicts. Of cells with quiet repeats only these
+    count.
 
     How far off the others are says more of what else the machine did than of the prediction. Cells of schedules of the
     user's own are left out: a record has their names, and is no place to run code from.
@@ -82,8 +83,8 @@ def own_profile(output: Output) -> Output:
 
 
 def _profile_beside(profile: Profile, output: Output) -> str:
-    """Return the name of a file with the profile next to a case file: profile.json, written if there is none, or one of
-    its own where another profile has that name.
+    """Return the name of the file with the profile next to a case file: profile.json, which is written if there is
+    none. Where another profile has that name, it is a file of its own.
     """
     shared, own = Path(output.path).with_name("profile.json"), own_profile(output)
     if not shared.exists():

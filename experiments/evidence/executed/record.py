@@ -250,8 +250,8 @@ def steadiness(record: Record) -> str:
 
 
 def order(record: Record) -> tuple[int, int]:
-    """Return how often the faster of two schedules was predicted right, and of how many whose executed steps do not
-    overlap.
+    """Return how often the faster of two schedules was predicted right, and among how many pairs. Pairs count whose
+    executed steps do not overlap.
     """
     steps: dict[tuple[int, str, int, str], list[list[Measured]]] = {}
     for cell, found in record.comparisons:

@@ -57,13 +57,13 @@ class LabCell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """That, in words."""
+        """The place in words."""
         fault = f", {self.fault} of rank {FAULTY}" if self.fault else ""
         return f"{self.network} at {self.bytes_per_s / MBIT:g} Mbit/s{fault}"
 
     @property
     def name(self) -> str:
-        """All of it, in words."""
+        """The cell in words."""
         return f"{self.method}, S {self.seq}, {self.where}"
 
 

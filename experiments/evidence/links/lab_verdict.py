@@ -119,8 +119,8 @@ def _crossing(rates: Sequence[float], ratios: Sequence[float]) -> float | None:
 
 
 def lab_order(results: Iterable[LabResult]) -> tuple[int, int]:
-    """Return how often the faster of two schedules in one network was predicted right, and of how many whose steps do
-    not overlap.
+    """Return how often the faster of two schedules in one network was predicted right, and among how many pairs. Pairs
+    count whose steps do not overlap.
     """
     rivals: dict[tuple[object, ...], list[Measured]] = {}
     for one in results:

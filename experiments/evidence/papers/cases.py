@@ -81,7 +81,7 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Alike(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What cases have in common that have some fields in common: how the code that was timed does them."""
+    """How the timed code does all cases that share some fields."""
 
     of: dict[str, Any]
     """Fields of a case."""
@@ -180,7 +180,7 @@ class Case(NamedTuple):
 
     @property
     def told_by(self) -> Few:
-        """Return the steps that are simulated, by which the one that was timed is told: mostly that one itself."""
+        """Return the steps that are simulated to predict the timed one: mostly that one itself."""
         return of_turns(self.played) if self.few_micro_batches else Few([self.played])
 
     def seconds(self, trace: Trace) -> float:
@@ -268,31 +268,33 @@ def read_cases(name: str) -> tuple[CaseFile, list[Case]]:
 
 
 def written_cases(name: str) -> tuple[CaseFile, list[Case]]:
-    """Return a case file by name or path, and its cases as they are written; raises InputError that names what is
-    wrong, but for what only a builder refuses.
+    """Return a case file by name or path, and its cases as they are written. Raises InputError that names what is
+    wrong, except for what only a builder refuses.
     """
     file = load_toml("case file", name, CaseFile, FOLDER, "`cases`")
-    groups: list[Group | MemoryGroup] = [*file.group, *file.memory]
-    if not groups or not all(group.cases for group in groups):
-        raise InputError(
-            f"case file {name!r}: a group holds no case; give each [[group]] and [[memory]] its cases = [{{ … }}]"
-        )
-    names = [*(group.name for group in file.group), *(together.name for together in file.together)]
-    if len(set(names)) < len(names):
-        raise InputError(f"case file {name!r}: two groups have one name: {', '.join(names)}; give each its own")
-    for together in file.together:
-        if not together.of:
-            raise InputError(f"case file {name!r}, {together.name!r}: of names no group; name some of {names}")
-        for group in together.of:
-            if group not in {one.name for one in file.group}:
-                raise unknown(
-                    "group", group, [one.name for one in file.group], f"case file {name!r}, {together.name!r}"
-                )
+    _require_groups(file, f"case file {name!r}")
     for key, allowed, what, where in _named(file):
         if key not in allowed:
             raise unknown(what, key, allowed, f"case file {name!r}, alike.{where}")
     file = _with_profile(file, name)
     return file, [_case(file, group, case) for group in file.group for case in group.cases]
+
+
+def _require_groups(file: CaseFile, where: str) -> None:
+    """Raise InputError for a group without a case, two of one name, and names of groups that there are not."""
+    groups: list[Group | MemoryGroup] = [*file.group, *file.memory]
+    if not groups or not all(group.cases for group in groups):
+        raise InputError(f"{where}: a group holds no case; give each [[group]] and [[memory]] its cases = [{{ … }}]")
+    own = [group.name for group in file.group]
+    named = [*own, *(together.name for together in file.together)]
+    if len(set(named)) < len(named):
+        raise InputError(f"{where}: two groups have one name: {', '.join(named)}; give each its own")
+    for together in file.together:
+        if not together.of:
+            raise InputError(f"{where}, {together.name!r}: of names no group; name some of {named}")
+        for group in together.of:
+            if group not in own:
+                raise unknown("group", group, own, f"{where}, {together.name!r}")
 
 
 def _require_playable(case: Case, where: str) -> None:

@@ -94,27 +94,32 @@ class Jobs:
         self._player.forget()
 
     def ask(self, asked: Ask) -> Iterator[Part]:
-        """Yield bounds of what takes long, then figures, the answer, what bounds it, and what else may be chosen; of
-        what is refused its bounds where one rank does not take long, and choices.
+        """Yield the parts of an answer: bounds of what takes long, then figures, the sentence, what bounds the step,
+        and what else may be chosen. A question that is refused gets its bounds, where one rank does not take long, and
+        choices.
         """
         setup = setup_of(asked.question, yes=asked.anyway)
         yield {"part": "spelled", **_spelled(asked.question)}
         found = setup.resolved()
+        yield from self._told(asked, setup, found)
+        yield from ({"part": "offers", **some} for some in offers(setup, found))
+
+    def _told(self, asked: Ask, setup: Setup, found: Configuration) -> Iterator[Part]:
+        """Yield all that is said of the question itself."""
         taken = effort_of(found.asked)
+        is_step = found.workload.scope == "step"
         if taken and not asked.anyway and not _is_in_budget(taken):
             yield {"part": "refused", **_refused(found, taken)}
-            if found.workload.scope == "step" and taken.seconds < _LONG_S * found.mesh.size:
+            if is_step and taken.seconds < _LONG_S * found.mesh.size:
                 with suppress(InputError):  # then it says nothing of a rank
                     yield {"part": "bounded", **_draft(setup, taken)}
-            yield from ({"part": "offers", **some} for some in offers(setup, found))
             return
-        if taken and taken.seconds > _LONG_S and found.workload.scope == "step":
+        if taken and is_step and taken.seconds > _LONG_S:
             yield {"part": "draft", **_draft(setup, taken)}
         try:
             prediction = self._player.prediction(found)
         except InputError as error:
             yield _wrong(error)
-            yield from ({"part": "offers", **some} for some in offers(setup, found))
             return
         first = first_figures(prediction)
         yield {"part": "figures", **figures(prediction, first)}
@@ -122,7 +127,6 @@ class Jobs:
         last = all_figures(prediction, first)
         yield {"part": "whole", **whole(prediction, last)}
         self._keep(asked.question, row_of(prediction, last))
-        yield from ({"part": "offers", **some} for some in offers(setup, found))
 
     def longest(self, asked: Ask) -> Iterator[Part]:
         """Yield the longest context that fits, as ``ladder`` finds it."""

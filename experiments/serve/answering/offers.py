@@ -93,7 +93,7 @@ def _divisors(number: int) -> list[int]:
 
 def _techniques(setup: Setup, found: Configuration, wrong: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each technique that is an option of the schedule: whether it is on, what switches it, and why it may not
-    be; what is ``wrong`` with the question anyway is no reason.
+    be. A fault that the question has anyway (``wrong``) is no reason.
     """
     options = found.options
     for name, technique in TECHNIQUES.items():

@@ -18,6 +18,7 @@ from sim.compare.portions import COLUMNS, Row, columns
 from sim.engine.results.report import Report
 from sim.setup.answers.answer import grounds, interval
 from sim.setup.answers.figures import figures_shown, limit_shown
+from sim.setup.answers.places import is_able
 from sim.setup.prediction import Prediction
 
 COMPARED = (
@@ -82,7 +83,7 @@ def row_of(prediction: Prediction, found: Report) -> Row:
 
 def compared(rows: Sequence[Row]) -> dict[str, Any]:
     """Return variants side by side: their steps with intervals, what these and their memory consist of, and a table."""
-    best = max((row["tokens_per_s_per_gpu"] for row in rows if _able(row)), default=None)
+    best = max((row["tokens_per_s_per_gpu"] for row in rows if is_able(row)), default=None)
     told = [{**row, "for_a_token": _slower(row, best), "90 % interval": _within(row)} for row in rows]
     played = [row for row in told if not row["error"]]
     within = [(row["low_s"], row["high_s"]) if row["low_s"] else None for row in played]
@@ -113,7 +114,3 @@ def _slower(row: Row, best: float | None) -> str:
 
 def _within(row: Row) -> str:
     return seconds_between(row["low_s"], row["high_s"]) if row["low_s"] else ""
-
-
-def _able(row: Row) -> bool:
-    return not row["error"] and row["fits"] != "no"

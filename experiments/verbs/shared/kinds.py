@@ -22,7 +22,7 @@ else:
 
 
 class Untyped(str):
-    """A default that gives way to what a file says; what was typed is a plain text."""
+    """A default that yields to what a file says; what was typed is a plain text."""
 
     __slots__ = ()
     plain = str.__str__

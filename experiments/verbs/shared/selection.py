@@ -228,8 +228,8 @@ class Selection:
         return dataclasses.replace(self, **firsts)
 
     def each(self, *fields: str) -> list[tuple[dict[str, str], Self]]:
-        """Return the product of all lists, or of those of some fields, a row each: what it has of every list, and the
-        selection. Raises InputError for names that there are none of.
+        """Return the product of all lists, or of those of some fields: a row each, with its value of every list, and
+        the selection. Raises InputError for unknown names.
         """
         lists = {field: values for field, values in self.lists().items() if not fields or field in fields}
         require_names(lists)

@@ -107,7 +107,9 @@ def tell_basis(
 
 
 def tell(found: Sequence[Grounds], console: Console, *, everything: bool = False, more: Sequence[str] = ()) -> None:
-    """Print the same, the lines of the first; ``more`` is of everything, too."""
+    """Print what answers rest on: the lines of the first, and all warnings. With ``everything`` a table has all notes,
+    and ``more``.
+    """
     for line in found[0].lines if found else ():
         console.print(line, markup=False)
     for note in dict.fromkeys(note for one in found for note in one.warnings):

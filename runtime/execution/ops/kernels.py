@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import assert_never
 
@@ -170,37 +170,49 @@ def _attend(op: ops.Attend, storage: Storage, attention: AttentionKernel) -> str
 
 def _attend_backward(op: ops.AttendBackward, storage: Storage, attention: AttentionKernel) -> str:
     """Run the backward pass of one block."""
-    q, k, v, lse, dout = (storage.read(view) for view in (op.q, op.k, op.v, op.lse, op.dout))
-    given = op.delta or op.out
-    assert given is not None  # see wellformed
-    attention = Capped(op.softcap) if op.softcap else attention
+    q = storage.read(op.q)
     q = q * _factor(op) if op.scale else q
-    delta, name = storage.read(given), attention.name
     if op.kernel == "flash":
-        out = delta
-        if op.delta:
-            out, name = with_delta(delta, dout), f"{name}, out from delta"
-        saved = q, k, v, out, lse
-        if parts := ops.parts_of(op):
-            grads = packed_backward(attention, saved, dout, parts)
-        else:
-            grads = attention.backward(saved, dout, op.band)
+        grads, name = _fused_backward(op, storage, Capped(op.softcap) if op.softcap else attention, q)
     else:
-        if op.out:
-            out, delta = delta, torch.empty_like(lse)
-            delta_of(out, dout, delta)
-        if op.kernel == "memory-efficient":
-            grads, name = chunked_backward((q, k, v, delta, lse), dout, op.band), "eager chunks"
-        elif op.kernel == "standard":
-            assert op.probs is not None  # see wellformed
-            grads, name = standard_backward(q, k, v, delta, dout, storage.read(op.probs)), "eager attention"
-        else:
-            assert_never(op.kernel)
+        grads, name = _unfused_backward(op, storage, q)
     if op.scale:
         grads[0].mul_(_factor(op))
     for view, grad in zip(op.writes, grads, strict=True):
         storage.put(view, grad)
     return name
+
+
+def _fused_backward(
+    op: ops.AttendBackward, storage: Storage, attention: AttentionKernel, q: torch.Tensor
+) -> tuple[Sequence[torch.Tensor], str]:
+    """Return the gradients by a kernel that takes out, and its name."""
+    k, v, lse, dout = (storage.read(view) for view in (op.k, op.v, op.lse, op.dout))
+    if op.delta:
+        out, name = with_delta(storage.read(op.delta), dout), f"{attention.name}, out from delta"
+    else:
+        assert op.out is not None  # see wellformed
+        out, name = storage.read(op.out), attention.name
+    saved = q, k, v, out, lse
+    if parts := ops.parts_of(op):
+        return packed_backward(attention, saved, dout, parts), name
+    return attention.backward(saved, dout, op.band), name
+
+
+def _unfused_backward(op: ops.AttendBackward, storage: Storage, q: torch.Tensor) -> tuple[Sequence[torch.Tensor], str]:
+    """Return the gradients by kernels that take delta, and their name."""
+    k, v, lse, dout = (storage.read(view) for view in (op.k, op.v, op.lse, op.dout))
+    if op.delta:
+        delta = storage.read(op.delta)
+    else:
+        assert op.out is not None  # see wellformed
+        delta = torch.empty_like(lse)
+        delta_of(storage.read(op.out), dout, delta)
+    if op.kernel == "memory-efficient":
+        return chunked_backward((q, k, v, delta, lse), dout, op.band), "eager chunks"
+    assert op.kernel == "standard"
+    assert op.probs is not None  # see wellformed
+    return standard_backward(q, k, v, delta, dout, storage.read(op.probs)), "eager attention"
 
 
 def _factor(op: ops.Attend | ops.AttendBackward) -> float:

@@ -8,9 +8,9 @@ Tensor = torch.Tensor
 
 
 def matrices(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return tensors (B, S, …) as matrices (B * S, …), or (S * B, …) where all have tokens first in memory, without a
-    copy; or of each sequence (S, …), where those of one of them do not follow each other in memory: where it is a chunk
-    of the tokens of several, or where they lie in unlike orders.
+    """Return tensors (B, S, …) as matrices without a copy: (B * S, …), or (S * B, …) where all have tokens first in
+    memory. Where the sequences of one of them do not follow each other in memory, or the orders differ, it is one
+    matrix (S, …) for each sequence.
     """
     batch = tensors[0].shape[0]
     if batch == 1 or all(tensor.stride(0) == tensor.shape[1] * tensor.stride(1) for tensor in tensors):

@@ -20,7 +20,7 @@ from sim.schedule.ir.plan import Plan
 
 
 class FcpOptions(NamedTuple):
-    """Of the planner of bins."""
+    """Options of the planner of bins."""
 
     block_size: int | None = None
     """Tokens; None is the smallest of 512, 1024, … with at most ``most_blocks`` pairs of blocks."""

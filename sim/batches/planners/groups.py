@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class GroupOptions(NamedTuple):
-    """Of groups."""
+    """Options of the planner of groups."""
 
     divisions: int = 4
     memory_imbalance: float = 0.2
@@ -41,18 +41,6 @@ def groups(batch: Batch, num_ranks: int, options: GroupOptions = GroupOptions())
     if options.memory_imbalance < 0:
         raise InputError(f"`memory_imbalance` {options.memory_imbalance}: expected 0 or more")
     return timed("groups", "blocks", lambda: _plan(batch, num_ranks, options))
-
-
-def group_sizes(planned: Planned, batch: Batch) -> list[int]:
-    """Return on how many ranks the tokens of each document live."""
-    starts = np.cumsum(batch.documents) - np.array(batch.documents)
-    ranks: list[set[int]] = [set() for _ in batch.documents]
-    for rank, tokens in enumerate(planned.plan.layout):
-        for span in tokens:
-            first = int(np.searchsorted(starts, span.start, side="right")) - 1
-            for document in range(first, int(np.searchsorted(starts, span.stop, side="left"))):
-                ranks[document].add(rank)
-    return [len(found) for found in ranks]
 
 
 def _plan(batch: Batch, num_ranks: int, options: GroupOptions) -> Plan:

@@ -1,4 +1,4 @@
-"""What no step of a configuration can be below, by the program of one of its ranks: seconds, and bytes of memory.
+"""Lower bounds of a configuration's step, in seconds and in bytes of memory, from the program of one of its ranks.
 
 A rank's kernels run one after the other on its compute stream, each at least for its solo time; what communicates
 beside them only takes SMs and bandwidth away. What it sends and copies passes links that carry no more than their rate.
@@ -48,33 +48,35 @@ class Least(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """What no step of this configuration is below."""
+        """Lower bound of the step of this configuration."""
         return max(self.kernels_s + self.states_s, self.links_s)
 
     @property
     def branch_s(self) -> float:
-        """What no step is below of this configuration, or of one that recomputes and copies more."""
+        """Lower bound of the step of this configuration, and of those that recompute and copy more."""
         return max(self.kernels_s, self.links_s)
 
     def with_more(self, last: Least, few: Few) -> Least:
-        """Return what a step takes at least of which this one has few layers or micro-batches and ``last`` more."""
+        """Return the bounds of a step with all its layers or micro-batches: this one has few of them, and ``last`` has
+        more.
+        """
         kernels_s, states_s, links_s, ops, layers_s = (few.told(*pair) for pair in zip(self, last, strict=True))
         return Least(kernels_s, states_s, links_s, round(ops), layers_s)
 
     def with_layers(self, last: Least, few: Few) -> Least:
-        """Return the same where ``last`` has more layers."""
+        """Return the bounds of a step with all its layers, and the seconds of these apart."""
         return self.with_more(last, few)._replace(layers_s=(last.kernels_s - self.kernels_s) / few.between * few.layers)
 
 
 def least_of_any(found: Sequence[Least]) -> Least:
-    """Return what none of some configurations is below."""
+    """Return bounds that hold for all of some configurations."""
     kernels_s, states_s, links_s, ops, layers_s = (min(values) for values in zip(*found, strict=True))
     return Least(kernels_s, states_s, links_s, ops, layers_s)
 
 
 @garbage_collection_off()
 def least_seconds(found: Configuration) -> Least:
-    """Return the least seconds of a configuration's step. Raises InputError where it cannot be built."""
+    """Return the lower bounds of a configuration's seconds. Raises InputError where it cannot be built."""
     schedule, program = _built(found)
     cost = CostModel(found.cluster, found.profile)
     ops = (op for call in program.calls for op in call.fragment.ops)
@@ -95,10 +97,10 @@ def least_seconds(found: Configuration) -> Least:
 
 @garbage_collection_off()
 def least_room(found: Configuration, *, reserved: bool = False) -> Room:
-    """Return what a configuration takes of each memory at least, by one rank of each stage of a pipeline; of schedules
-    that are not of the catalog, whose ranks may have unequal parts, by all ranks. ``reserved``: of the GPU's what the
-    allocator of its software reserves, where that is known, which takes longer. Raises InputError where it cannot be
-    built.
+    """Return the least that a configuration takes of each memory. One rank of each stage of a pipeline is walked; all
+    ranks are where the schedule is none of the catalog, since their parts may be unequal. With ``reserved`` the GPU's
+    memory is what the software's allocator reserves, if that is known, which takes longer to compute. Raises InputError
+    where it cannot be built.
     """
     mesh = found.mesh
     ranks = last_ranks(mesh) if found.entry in SCHEDULES.values() else mesh.first_replica
@@ -121,8 +123,8 @@ def _built(found: Configuration) -> tuple[Schedule, Program]:
 
 
 def last_ranks(mesh: Mesh) -> list[int]:
-    """Return the last rank of each stage of the first replica: to which contiguous parts give most under a causal
-    mask.
+    """Return the last rank of each stage of the first replica: under a causal mask, contiguous parts give it
+    most work.
     """
     return list({mesh.place(rank)["pp"]: rank for rank in mesh.first_replica}.values())
 

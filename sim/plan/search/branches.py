@@ -1,4 +1,4 @@
-"""What is found of a branch of configurations: that it does not fit, its bounds, or what its step takes."""
+"""Branches of configurations, with what is known of them: their bounds, what their step takes, or why they are lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ and take a little for themselves, up to 5 % where there is little to save. ``tes
 
 
 class Open(NamedTuple):
-    """A branch that may have one of the best. Seconds are over what a step of its family is worth."""
+    """A branch that may hold one of the best. Seconds are divided by what a step of its family is worth."""
 
     branch: Branch
     least_s: float = 0.0
@@ -70,7 +70,7 @@ class Played(NamedTuple):
 
     @property
     def batch_s(self) -> float:
-        """Seconds over what a step of its family is worth: least is best."""
+        """Seconds of a step over what it is worth; the least is the best."""
         return self.step_s / self.branch.family.worth
 
     @property
@@ -80,8 +80,8 @@ class Played(NamedTuple):
 
 
 def least_of(setup: Setup) -> Least:
-    """Return the least seconds of a training step: of many layers and micro-batches as of few, and of a pipeline with
-    its bubbles.
+    """Return lower bounds of the seconds of a training step. Those of many layers and micro-batches follow from those
+    of few; a pipeline's have its bubbles.
     """
     few = of_turns(setup, steady=False)
     found = _told(few, lambda one: _told(of_layers(one, PLAYED), _least, Least.with_layers), Least.with_more)
@@ -96,12 +96,12 @@ def _least(setup: Setup) -> Least:
 
 
 def least_limits(setup: Setup) -> list[Limit]:
-    """Return what a training step takes of each memory: of many layers and micro-batches as of few."""
+    """Return the least that a training step takes of each memory, by few of its layers and micro-batches."""
     return _told(of_turns(setup), lambda one: _told(of_layers(one, WALKED), _room_limits, _with_more), _with_more)
 
 
 def _limits(setup: Setup) -> list[Limit]:
-    """Return what a training step takes of each memory: of all its layers, of many micro-batches as of few."""
+    """Return the least that a training step takes of each memory, by all of its layers and few of its micro-batches."""
     return _told(of_turns(setup), _room_limits, _with_more)
 
 
@@ -110,13 +110,13 @@ def _room_limits(setup: Setup) -> list[Limit]:
 
 
 def _told(few: Few, found_of: Callable[[Setup], Found], with_more: Callable[[Found, Found, Few], Found]) -> Found:
-    """Return what is found of a setup by those of few layers or micro-batches."""
+    """Return what is found of a setup, by what is found of those with few layers or micro-batches."""
     *before, last = map(found_of, few.setups)
     return with_more(before[0], last, few) if before else last
 
 
 def _with_more(first: Sequence[Limit], last: Sequence[Limit], few: Few) -> list[Limit]:
-    """Return limits where more is to come, each of which adds what the last of those that are found does."""
+    """Return the limits with all layers or micro-batches, each of which adds as much as the last of the few."""
     more = []
     for one, second in zip(first, last, strict=True):
         held = math.ceil(few.told(one.held_bytes, second.held_bytes))
@@ -126,56 +126,84 @@ def _with_more(first: Sequence[Limit], last: Sequence[Limit], few: Few) -> list[
 
 
 def opened(branch: Branch, above: Open | None = None) -> Open | Lost:
-    """Return a branch with its bounds, of which some may be those of the branch that it is a part of. A configuration
-    that is refused says nothing of the others of its branch.
+    """Return a branch with its bounds, or why it is lost. What the branch ``above`` knows of the same configurations is
+    not computed again. Where builders refuse one configuration, they may still take others of its branch.
     """
-    leanest, fastest, copied, refused = None, None, None, ""
-    if above and branch.leanest.chosen == above.branch.leanest.chosen:
-        leanest = above.leanest
-    if above and branch.fastest.chosen == above.branch.fastest.chosen:
-        copied = above.copied
-        fastest = above.fastest if len(branch.fast) == len(above.branch.fast) else None
+    found, refused = _inherited(branch, above), ""
     try:
         if branch.is_leaf:
             limits = _limits(branch.setup)
-            leanest = limits[0]
+            found = found._replace(leanest=limits[0])
         else:
-            leanest = leanest or least_limits(branch.leanest.setup)[0]
-            sure = int((1 - SURE) * leanest.held_bytes)
-            limits = [msgspec.structs.replace(leanest, free_bytes=leanest.free_bytes + sure)]
-            if copied is None and {"host", "offload"} & {*branch.chosen}:
-                copied = tuple(least_limits(branch.fastest.setup)[1:])
-            limits += copied or ()
-        for limit in limits:
-            if limit.free_bytes < 0:
-                said = leanest if limit.memory == leanest.memory else limit  # what the leanest one lacks itself
-                return Lost(branch, -said.free_bytes, limit.memory)
+            leanest = found.leanest or least_limits(branch.leanest.setup)[0]
+            found = found._replace(leanest=leanest)
+            if found.copied is None and {"host", "offload"} & {*branch.chosen}:
+                found = found._replace(copied=tuple(least_limits(branch.fastest.setup)[1:]))
+            limits = [_surely(leanest), *(found.copied or ())]
+        if lost := _too_large(found, limits):
+            return lost
     except InputError as error:
         refused = str(error)
     try:
-        fastest = fastest or least_of_any([least_of(one.setup) for one in branch.fast])
+        found = found._replace(fastest=found.fastest or least_of_any([least_of(one.setup) for one in branch.fast]))
     except InputError as error:
         refused = str(error)
     if branch.is_leaf and refused:
         return Lost(branch, refused=refused)
-    worth, least_s = branch.family.worth, above.least_s if above else 0.0
+    return _timed(found)
+
+
+def _inherited(branch: Branch, above: Open | None) -> Open:
+    """Return a branch with those bounds of the one ``above`` that hold for it, too."""
+    if above is None:
+        return Open(branch)
+    same_leanest = branch.leanest.chosen == above.branch.leanest.chosen
+    same_fastest = branch.fastest.chosen == above.branch.fastest.chosen
+    return Open(
+        branch,
+        above.least_s,
+        above.exposed_s,
+        fastest=above.fastest if same_fastest and len(branch.fast) == len(above.branch.fast) else None,
+        leanest=above.leanest if same_leanest else None,
+        copied=above.copied if same_fastest else None,
+    )
+
+
+def _surely(leanest: Limit) -> Limit:
+    """Return a limit that every configuration of a branch keeps or exceeds, by that of its leanest one (``SURE``)."""
+    spared = int((1 - SURE) * leanest.held_bytes)
+    return msgspec.structs.replace(leanest, free_bytes=leanest.free_bytes + spared)
+
+
+def _too_large(found: Open, limits: Sequence[Limit]) -> Lost | None:
+    """Return a branch as lost if one of its limits is exceeded, with what its leanest configuration lacks itself."""
+    over = next((limit for limit in limits if limit.free_bytes < 0), None)
+    if over is None:
+        return None
+    said = found.leanest if found.leanest and over.memory == found.leanest.memory else over
+    return Lost(found.branch, -said.free_bytes, over.memory)
+
+
+def _timed(found: Open) -> Open | Lost:
+    """Return a branch with its least time, or as lost where that is longer than a step may take."""
+    branch, fastest = found.branch, found.fastest
     if fastest is None:
-        return Open(branch, least_s, above.exposed_s if above else 0.0, None, leanest, copied)
-    own_s = fastest.step_s if branch.is_leaf else fastest.branch_s
-    least_s = max(least_s, own_s / worth)
+        return found
+    own_s, worth = fastest.step_s if branch.is_leaf else fastest.branch_s, branch.family.worth
+    least_s = max(found.least_s, own_s / worth)
     if own_s > branch.family.within_s:
         return Lost(branch, least_s=least_s)
-    return Open(branch, least_s, fastest.links_s / worth, fastest, leanest, copied)
+    return found._replace(least_s=least_s, exposed_s=fastest.links_s / worth)
 
 
 def parts(found: Open) -> list[Open | Lost]:
-    """Return what a branch consists of."""
+    """Return the parts of a branch, one for each value of its next option, with their bounds."""
     return [opened(part, found) for part in found.branch.parts]
 
 
 def played(branch: Branch, beaten_at: float) -> Played | Lost:
-    """Return what the step of a configuration takes; all else is asked for only where it is no slower than
-    ``beaten_at``, in seconds over worth, as fast as it has to be, and fits.
+    """Return a configuration with the time of its step. Its memory, interval and bound are computed only where it is no
+    slower than ``beaten_at`` (seconds over worth) and than it may be; the last two only where it fits.
     """
     try:
         steps = steps_of(branch.setup)

@@ -33,8 +33,8 @@ def meshes(
     per_node: int,
     sequences: int | None,
 ) -> Iterator[Mesh]:
-    """Yield all ways in which a schedule that splits some axes takes so many GPUs. Raises InputError for degrees among
-    the options that are none, and for shares of weights that the model does not have.
+    """Yield all degrees with which a schedule that splits some axes uses so many GPUs. Raises InputError for wrong
+    degrees among the options, and for shares of weights into which the model does not divide.
     """
     shares = num_shares(setup, options.get("tp_degree", ()), gpus, per_node, sequences)
     stages = num_stages(setup, gpus, sequences, asked_stages(setup, options))

@@ -35,8 +35,8 @@ what the last of these adds (``tests/plan/test_plan.py``). The first is another:
 
 
 class Few(NamedTuple):
-    """Setups by which another one is told: that one itself, or one with fewer layers or micro-batches and one with
-    more.
+    """Setups from which the figures of a larger one follow: one with few layers or micro-batches and one with more, or
+    itself alone.
     """
 
     setups: list[Setup]
@@ -48,13 +48,13 @@ class Few(NamedTuple):
     """Of the setup in each chunk, where layers are left out."""
 
     def told(self, first: float, last: float) -> float:
-        """Return a figure of the setup by those of the first and the last."""
+        """Return a figure of the larger setup, by the figures of the first and the last of the few."""
         return last + (last - first) / self.between * self.further
 
 
 def of_layers(setup: Setup, some: tuple[int, int]) -> Few:
-    """Return the setups with so many layers in the smallest chunk by which one with more is told. Where a model has
-    layers of several kinds that take turns, there are as many more as make the others whole turns.
+    """Return setups with few layers, ``some`` in the smallest chunk, from which one with more follows. Where kinds of
+    layers take turns, the layers that are left out are whole turns.
     """
     found = setup.resolved()
     split = stages_of(found).split if found.mesh.pp > 1 else (found.workload.layers,)
@@ -68,7 +68,7 @@ def of_layers(setup: Setup, some: tuple[int, int]) -> Few:
 
 
 def of_played(setup: Setup, some: tuple[int, int] = PLAYED) -> Few:
-    """Return the same for a play, which takes more layers of stages of a pipeline."""
+    """Return the same for a play: stages of a pipeline need more layers than bounds do."""
     found = setup.resolved()
     if found.mesh.pp > 1:
         split = stages_of(found).split
@@ -79,8 +79,8 @@ def of_played(setup: Setup, some: tuple[int, int] = PLAYED) -> Few:
 
 
 def of_turns(setup: Setup, *, steady: bool = True) -> Few:
-    """Return the setups with few micro-batches by which one with more is told: as ``TURNS`` says, and in a pipeline
-    that has to be ``steady`` more than its stages, so that the last one is of none that begin in its warm-up.
+    """Return setups with few micro-batches, from which one with more follows: as many as ``TURNS``. A pipeline that has
+    to be ``steady`` has more than its stages, so that the last micro-batch does not begin in the warm-up.
     """
     found = setup.resolved()
     turns, told = turns_of(found), _turns_told(found, steady=steady)
@@ -90,7 +90,9 @@ def of_turns(setup: Setup, *, steady: bool = True) -> Few:
 
 
 def at_most(setup: Setup, count: int) -> Setup:
-    """Return a setup with so many micro-batches at most, each as large as before; itself where they are unlike."""
+    """Return a setup with at most so many micro-batches, each as large as before; the setup itself where they are
+    unlike.
+    """
     found = setup.resolved()
     turns = turns_of(found)
     if turns <= count or found.workload.batch % turns or found.workload.sequences:
@@ -100,7 +102,7 @@ def at_most(setup: Setup, count: int) -> Setup:
 
 
 def turns_of(found: Configuration) -> int:
-    """Return the micro-batches of a step."""
+    """Return the number of micro-batches of a step."""
     return int(getattr(found.options, "micro_batches", 1))
 
 
@@ -110,8 +112,8 @@ def stages_of(found: Configuration) -> Stages:
 
 
 def round_of(found: Configuration) -> int | None:
-    """Return of how many micro-batches each further round of a pipeline is; None where its order is of so many as it
-    has, or where more of them are needed until rounds are alike.
+    """Return how many micro-batches each further round of a pipeline has; None where rounds do not repeat: the order
+    depends on the number of all micro-batches, or they are no whole number of rounds.
     """
     rounds = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": found.mesh.pp}
     each = rounds.get(found.options.pipeline_schedule)
@@ -119,8 +121,8 @@ def round_of(found: Configuration) -> int | None:
 
 
 def _turns_told(found: Configuration, *, steady: bool) -> tuple[int, int] | None:
-    """Return how many micro-batches are enough: of a pipeline that takes them in rounds two and three rounds. None
-    where only all of them will do.
+    """Return two numbers of micro-batches from which any larger one follows: for a pipeline that takes them in rounds,
+    two and three rounds. None where only all of them will do.
     """
     pp = found.mesh.pp
     if found.workload.sequences:

@@ -1,4 +1,4 @@
-"""What no step of a pipeline can be below: the passes of micro-batches, each as long as its kernels, in their order.
+"""Lower bounds of a pipeline's step: its passes of micro-batches, each as long as its kernels, in their order.
 
     program of one rank a stage ── kernels of each pass ── timetable of all micro-batches ── seconds
 
@@ -47,7 +47,7 @@ class Work(NamedTuple):
     """Of these."""
 
     def with_more(self, last: Work, few: Few) -> Work:
-        """Return the work of a stage that has more layers than this one and ``last``."""
+        """Return the work of a stage with all its layers: this one has few of them, and ``last`` has more."""
 
         def told(first: Mapping[Key, Parts], second: Mapping[Key, Parts]) -> dict[Key, Parts]:
             pairs = {key: zip(one, second[key], strict=True) for key, one in first.items()}
@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Seconds that no step is below."""
+    """Lower bounds of a step's seconds."""
 
     passes_s: float
     """Without kernels on weights and states."""
@@ -66,7 +66,7 @@ class Steps(NamedTuple):
 
 
 def least_steps(setup: Setup) -> Steps:
-    """Return what no step of a pipeline is below. Raises InputError where it cannot be built."""
+    """Return lower bounds of a pipeline's step. Raises InputError where it cannot be built."""
     found = setup.resolved()
     each = round_of(found)
     few = of_layers(setup if each is None else at_most(setup, -(-TURNS // each) * each), PLAYED)
@@ -118,8 +118,8 @@ def _work(program: Program, cost: CostModel, stages: Stages, stage: int) -> Work
 
 
 def _pass(ops: list[_Ran], came: set[int]) -> Parts:
-    """Return the seconds of a pass. Buffers that ``came`` from other stages and that no pass has read yet stay there:
-    a pass may receive what a later one needs, and what it has read once it keeps.
+    """Return the seconds of a pass. ``came`` has buffers from other stages that no pass has read yet: a pass may
+    receive what a later one needs, and keeps what it has read once.
     """
     needs, made, read = len(ops), len(ops), set[int]()
     for at, one in enumerate(ops):
@@ -138,7 +138,7 @@ def _pass(ops: list[_Ran], came: set[int]) -> Parts:
 
 
 def walked(stages: Stages, works: Sequence[Work]) -> Steps:
-    """Return what a walk through the timetables of all stages takes, by the work of each.
+    """Return the seconds of a walk through the timetables of all stages, by the work of each.
 
     Two stages whose passes take a second each have four micro-batches in ten (arXiv:1811.06965):
 

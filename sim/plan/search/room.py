@@ -23,8 +23,8 @@ def room(found: Configuration) -> Room:
 
 @garbage_collection_off()
 def held_behind_passes(found: Configuration) -> int:
-    """Return the most bytes that a GPU holds behind the passes of a step: what logs have of software that resets the
-    peak there. Raises InputError as ``room`` does.
+    """Return the most bytes that a GPU holds after the passes of a step, which software logs if it resets the peak
+    there. Raises InputError as ``room`` does.
     """
     _, folded = _folded(found)
     return max(walked.update_peak_bytes for walked in walks(folded.checked))

@@ -78,13 +78,13 @@ class Search:
 
     @property
     def beaten_at(self) -> float:
-        """Seconds at which a configuration is not among the best."""
+        """Seconds over worth from which on a configuration is not among the best."""
         return self.best[self._most - 1].batch_s if len(self.best) >= self._most else float("inf")
 
     @property
     def hopes(self) -> dict[str, float]:
-        """By the names of families that were asked how near they may come to what is wanted, less is nearer: seconds
-        over worth by their bounds; where it is only asked whether anything fits, bytes that are missing.
+        """By name of the families that were opened, how near they may come to what is wanted; less is nearer. It is the
+        seconds over worth of their bounds, or the missing bytes where the only question is whether anything fits.
         """
         found: dict[str, float] = {}
         asked = [one for one in self.open if id(one) not in self._unasked]
@@ -101,12 +101,12 @@ class Search:
 
     @property
     def least_s(self) -> float:
-        """Seconds that nothing is below that was not simulated: infinite where nothing is left."""
+        """Lower bound of all that was not simulated; infinite where nothing is left."""
         return min(map(self.least_of, self.open), default=float("inf"))
 
     def least_of(self, found: Open) -> float:
-        """Return what no configuration of a branch is below; of stages that nobody has looked at by the family whose
-        ranks do the same work in one stage.
+        """Return the lower bound of a branch. Of stages that nobody has looked at, it is that of the family with one
+        stage whose ranks do the same work.
         """
         family, known = found.branch.family, self._roots.get(found.branch.family.like)
         if known is None:
@@ -118,8 +118,8 @@ class Search:
         return id(found) not in self._unasked or found.branch.family.like in self._roots
 
     def run(self, jobs: int, *, until_one: bool = False) -> None:
-        """Search until no bound is below the last of the best, or the time is over; or ``until_one`` is known that fits
-        and reaches what it has to.
+        """Search until no bound is below the last of the best, or the time is over. With ``until_one`` it ends with the
+        first configuration that fits and reaches the target.
         """
         try:
             self._begin()  # before there are workers, which find loaded what it has loaded
@@ -199,19 +199,21 @@ class Search:
             self.best = sorted([*self.best, one], key=self._order)
 
     def _order(self, one: Played) -> tuple[float, int, list[int]]:
-        """Return where a configuration stands. What takes the same to the digit stands as families and their values do,
-        whichever worker was the first to answer.
+        """Return the place of a configuration in the result. Equal times are ordered by family and values, not by which
+        worker answered first.
         """
         family, chosen = one.branch
         places = [list(values).index(value) for values, value in zip(family.grid.values(), chosen, strict=True)]
         return one.batch_s, self._place.get(family.named, len(self._place)), places
 
     def _pick(self, running: dict[int, Open]) -> Open | None:
-        """Return what to look at next: in the family of the usual configuration that fits; then all branches without
-        bounds; then what may be the fastest, of those within ``NEAR`` of each other the smallest, so that something is
-        known soon that fits, and last those whose memory may just not do; then in turn a configuration and a branch.
-        Where it is only asked whether anything fits, what holds least; where ``enough_s`` will do, that of all that may
-        take so little.
+        """Return what to look at next; None if nothing waits.
+
+        While there is one, it is a branch of the usual configuration's family. Branches get their bounds when they are
+        asked for at once, or when no others wait. Where it is only asked whether anything fits, the branch that holds
+        least is next. Once something fits, configurations and branches take turns, that of the least guessed time
+        first. Until then it is the smallest of those within ``NEAR`` of that time, or within ``enough_s``, so that
+        something is soon known that fits; those whose memory may not be enough come last.
         """
         taken = {id(found) for found in running.values()}
         waiting = [found for found in self.open if id(found) not in taken and self.least_of(found) < self.beaten_at]
@@ -237,7 +239,7 @@ class Search:
         return max(near, key=lambda found: len(found.branch.chosen), default=None)
 
     def _guessed_s(self, found: Open) -> float:
-        """Return what a branch may take: its bound, and what links added in its family, or may add."""
+        """Return the guessed time of a branch: its bound, and what links added to others of its family, or may add."""
         return self.least_of(found) + self._added_s.get(found.branch.family.named, found.exposed_s)
 
     def _tell(self, left_s: float) -> None:
@@ -246,8 +248,8 @@ class Search:
             self._progress(settled, self.count, max(0.0, left_s), self.best[: self._most])
 
     def _ease(self, found: Open) -> tuple[bool, float, int]:
-        """Return how soon a branch may say that something fits, where most does so soonest: what holds least, but last
-        what takes long to build, as schedules whose chunks grow in number.
+        """Return how soon a branch may show that something fits; the largest is soonest. It is what holds least, but
+        what takes long to build comes last, such as schedules whose chunks grow in number.
         """
         sizes = self._ops.values()
         large = self._ops.get(found.branch.family.named, 0) > LARGE * min(sizes, default=0)

@@ -49,8 +49,8 @@ def num_stages(setup: Setup, gpus: int, sequences: int | None, asked: Sequence[i
 
 
 def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str], *, asked: bool) -> Iterator[Pipeline]:
-    """Yield the orders that are tried of the stages of a setup: those of ``options``, or of ``ORDERS``, or the one that
-    is ``fixed``. Of stages that nobody ``asked`` for there are none that micro-batches do not fill.
+    """Yield the orders to try of a setup's stages: the one that is ``fixed``, or those of ``options``, or of
+    ``ORDERS``. None where nobody ``asked`` for stages and micro-batches do not fill them.
     """
     pp = base.pp_degree
     if pp == 1:

@@ -1,4 +1,4 @@
-"""A step by plays of few of its layers and micro-batches: how long it takes, what bounds it, and whether it fits."""
+"""The step of a configuration, by plays of few of its layers and micro-batches: its time, its bound, its memory."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ class Steps(NamedTuple):
 
     @property
     def last(self) -> Simulation:
-        """That of most layers and micro-batches."""
+        """The play with most layers and micro-batches."""
         return self.of_turns[-1].last
 
     @property
     def built(self) -> list[_Built]:
-        """Their schedules."""
+        """The schedules that were played."""
         checked = [one.checked for of_layers in self.of_turns for one in of_layers.simulations]
         return [_Built(setup.resolved(), one) for setup, one in zip(self.setups, checked, strict=True)]
 
     @property
     def bound(self) -> Bound:
-        """What bounds the step. Of a pipeline savings are told by those of few micro-batches and of one more, since
-        bubbles are less of a step the more there are; what even stages would save is not, since the head is less the
-        more layers there are.
+        """What bounds the step. A pipeline's savings follow from those of few micro-batches and of one more, because
+        the share of bubbles falls with their number. The saving of even stages is left out, because the head's share
+        falls with the number of layers.
         """
         whole = len(self.of_turns) == 1 and self.of_turns[0].before is None
         if whole or self.last.checked.schedule.header.mesh.pp == 1:
@@ -93,7 +93,7 @@ class Steps(NamedTuple):
 
     @property
     def rests(self) -> tuple[Interval | None, Grounds]:
-        """The 90 % interval of the step, and what it rests on: those of the last play, for as long a step."""
+        """The 90 % interval of the step and what it rests on: those of the last play, scaled to the step."""
         _, last, before, few = self.of_turns[-1]
         other, longer = slowest(last), self.step_s / last.trace.step_time_s
         found = widened(last, other)
@@ -104,8 +104,8 @@ class Steps(NamedTuple):
 
 
 def step_of(setup: Setup, layers: tuple[int, int] = PLAYED) -> tuple[float, Simulation]:
-    """Return the seconds of a training step without noise, and its simulation: of more than so many ``layers`` and
-    few micro-batches only these are played, and the others taken to add as much as the last of these
+    """Return the seconds of a training step without noise, and its simulation. A step of more than ``layers`` layers
+    and few micro-batches is played with these only, and each further one adds as much as the last of these
     (``sim.plan.search.few``). The schedule is not proved.
     """
     found = steps_of(setup, layers)
@@ -113,8 +113,8 @@ def step_of(setup: Setup, layers: tuple[int, int] = PLAYED) -> tuple[float, Simu
 
 
 def steps_of(setup: Setup, some: tuple[int, int] = PLAYED, like: Steps | None = None) -> Steps:
-    """Return the step of a setup by plays of few layers and micro-batches, on the schedules of one that is ``like`` it
-    where they are its own.
+    """Return the step of a setup by plays of few layers and micro-batches. Schedules that it shares with the step
+    ``like`` are not built again.
     """
     few, known = of_turns(setup), like.built if like else []
     of_layers = [of_played(one, some) for one in few.setups]
@@ -147,9 +147,9 @@ def _simulation(setup: Setup, known: list[_Built]) -> Simulation:
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:
-    """Return the memory of a configuration, by the last simulation of ``step_of``. Where no rank of that holds more
-    than the one that ``least_room`` builds, that one is all that has to be built of the whole; of many micro-batches
-    few where an allocator is walked, which reserves within 0.4 % of what it does for all.
+    """Return the memory of a configuration, by the last simulation of ``step_of``. If the rank that ``least_room``
+    builds was the fullest of that one, only this rank is built of the whole. Where an allocator is walked few
+    micro-batches are: it then reserves within 0.4 % of what it does for all.
     """
     header = last.checked.schedule.header
     whole = setup.resolved()
@@ -162,7 +162,7 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
 
 
 def reserved_room(setup: Setup) -> Room:
-    """Return what a configuration takes of each memory at least, of the GPU's what its allocator reserves, by all of
-    its layers and few of its micro-batches.
+    """Return the least that a configuration takes of each memory, with what its allocator reserves of the GPU's, by all
+    of its layers and few of its micro-batches.
     """
     return least_room(of_turns(setup).setups[-1].resolved(), reserved=True)

@@ -33,8 +33,8 @@ def require_tensors(groups: Sequence[str], model: ModelSpec) -> None:
 
 
 def grid_of(setup: Setup, groups: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Return what may become of each group of tensors in a schedule, without those that its layers do not keep: no q
-    where heads are projected in stages, no gate where the MLP is tiled. Of a layer's input nothing is computed again.
+    """Return the choices for each group of tensors in a schedule. Tensors that its layers do not keep are left out: q
+    where heads are projected in stages, gate where the MLP is tiled. A layer's input cannot be computed again.
     """
     found: dict[str, Sequence[str]] = {}
     for group in groups:

@@ -27,8 +27,8 @@ PINNED = 0.5
 
 
 def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> Played | None:
-    """Return a configuration that fits, with the fewest GPUs a replica for which one is found, or None, which proves
-    nothing. Weights are cut into shares and stages only where nothing fits without.
+    """Return the usual configuration that fits with the fewest GPUs a replica, or None if none was found, which proves
+    nothing. Weights are cut into shares and stages only where nothing else fits.
     """
     cuts: dict[tuple[int, int], list[Family]] = defaultdict(list)
     for family in sorted(families, key=unusual):
@@ -77,8 +77,8 @@ def _of_first(families: Sequence[Family], stays: Sequence[str]) -> tuple[Branch 
 
 
 def _fits(leaf: Branch) -> bool:
-    """Return whether people would run a configuration by its bounds and, where that is known, by what the allocator of
-    its software reserves, which takes longer.
+    """Return whether people would run a configuration, by its bounds. Where its software's allocator is known, what
+    that reserves has to fit too, which takes longer to compute.
     """
     if not all(limit.free_bytes >= 0 and is_usual(limit) for limit in least_limits(leaf.setup)):
         return False

@@ -37,8 +37,8 @@ _TRANSFER = re.compile(rf"(\w+) of (\d+) bytes among (\d+) ranks: {BEYOND_RANGE}
 
 
 def sentence(predictions: Sequence[PlayedStep]) -> str:
-    """Return what one prediction says, or several of one step: which schedule is fastest of those that fit, in which
-    time with which interval, how much memory is left, and how far the others are behind.
+    """Return what one prediction says, or several of one step: the fastest schedule that fits, its time with interval,
+    its free memory, and how far the others are behind.
 
     >>> from sim.setup.predict import predict
     >>> p = predict("zigzag", seq="64K", scope="attention")

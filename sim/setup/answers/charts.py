@@ -1,5 +1,5 @@
-"""Charts in notebooks. Pages draw them, and no room may import those above it: so ``import longstep`` hands over what
-draws. Without it figures stand in tables alone.
+"""Charts in notebooks. ``experiments.pages`` draws them, which no room of ``sim`` may import, so ``import longstep``
+hands over what draws. Without it there are tables only.
 """
 
 from __future__ import annotations

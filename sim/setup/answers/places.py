@@ -43,7 +43,7 @@ def is_choice(key: str) -> bool:
 
 
 def place_of(row: Row, keys: Sequence[str]) -> str:
-    """Return what a row has of what is no choice, as where it is.
+    """Return the place of a row: its values of the varied keys that are no choices.
 
     >>> place_of({"seq": "65536", "gpus": 8, "schedule": "ring"}, ["gpus", "seq", "schedule"])
     'at 64K on 8 GPUs'
@@ -56,7 +56,8 @@ def place_of(row: Row, keys: Sequence[str]) -> str:
 
 
 def choice_of(row: Row, keys: Sequence[str], name: str) -> str:
-    """Return what a row has of what is a choice; ``name`` is the schedule or stack where none is varied.
+    """Return the choice of a row: its values of the keys that are choices; ``name`` is the schedule or stack where none
+    varies.
 
     >>> choice_of({"stack": "alst", "cp": 4}, ["stack", "cp"], "ring")
     'alst (cp 4)'
@@ -74,10 +75,10 @@ def shown(key: str, value: Any) -> str:
 
 
 def won(rows: Sequence[Row], keys: Sequence[str], name: str) -> list[Won]:
-    """Return who is fastest for its tokens at each place, of what fits; places where nothing does are left out."""
+    """Return who is fastest for its tokens at each place, of what fits. Places where nothing fits are left out."""
     found = []
     for place, numbers in _places(rows, keys).items():
-        able = sorted((number for number in numbers if _able(rows[number])), key=lambda one: token_s(rows[one]))
+        able = sorted((number for number in numbers if is_able(rows[number])), key=lambda one: token_s(rows[one]))
         if able:
             first, *others = able
             ties = (one for one in others if tied(token_s(rows[one]) / token_s(rows[first]), rows[one]["bound_by"]))
@@ -87,7 +88,7 @@ def won(rows: Sequence[Row], keys: Sequence[str], name: str) -> list[Won]:
 
 
 def best(rows: Sequence[Row], keys: Sequence[str], name: str, *, scope: str = "step", layers: int = 1) -> str:
-    """Return what rows say in a sentence: of one place as of one step, of several who is fastest at which.
+    """Return what rows say in a sentence: the step where they have one place, else who is fastest at which place.
 
     >>> found = {"tokens_per_s_per_gpu": 9.0, "fits": "yes", "bound_by": "compute", "error": ""}
     >>> rows = [{"seq": seq, "step_time_s": s, **found} for seq, s in (("64K", 2.0), ("128K", 6.5))]
@@ -97,25 +98,38 @@ def best(rows: Sequence[Row], keys: Sequence[str], name: str, *, scope: str = "s
     winners, places = won(rows, keys, name), _places(rows, keys)
     of = "a step" if scope == "step" else f"for {scope_title(scope, layers)}"
     does = "trains fastest" if scope == "step" else "is fastest"
-    if not all(_alike([rows[number_] for number_ in numbers if _able(rows[number_])]) for numbers in places.values()):
+    if not all(_alike([rows[number_] for number_ in numbers if is_able(rows[number_])]) for numbers in places.values()):
         does = "needs least GPU time for a token"
     if not winners:
         return _nothing(rows, keys, name)
     if len(places) == 1:
         return _at_one(rows, keys, winners[0], does, of, name)
+    said = ", ".join(_clauses(rows, keys, name, winners, does, of)) + _nowhere(rows, places, winners)
+    return said[0].upper() + said[1:]
+
+
+def _clauses(
+    rows: Sequence[Row], keys: Sequence[str], name: str, winners: Sequence[Won], does: str, of: str
+) -> list[str]:
+    """Return for each winner the places where it wins; only the first clause says what it does, and of what."""
     alone = len({choice_of(row, keys, name) for row in rows}) == 1
     clauses: list[str] = []
     for choice in dict.fromkeys(one.choice for one in winners):
         theirs = [one for one in winners if one.choice == choice]
         verb = "" if clauses else " takes" if alone else f" {does}"
         clauses.append(f"{choice}{verb} {_at(rows, theirs, of if not clauses else '', alone=alone)}")
-    said = ", ".join(clauses)
+    return clauses
+
+
+def _nowhere(rows: Sequence[Row], places: Mapping[str, Sequence[int]], winners: Sequence[Won]) -> str:
+    """Return the places where nothing fits, and those where nothing can be played."""
     never = [place for place in places if place not in {one.place for one in winners}]
-    cannot = [place for place in never if all(rows[number]["error"] for number in places[place])]
+    cannot = [place for place in never if all(rows[number_]["error"] for number_ in places[place])]
+    said = ""
     for what, where in (("fits", [one for one in never if one not in cannot]), ("can be played", cannot)):
         if where:
             said += f"; nothing {what} {', '.join(where) if len(where) <= _MOST else f'at {len(where)} places'}"
-    return said[0].upper() + said[1:]
+    return said
 
 
 def token_s(row: Row) -> float:
@@ -124,8 +138,8 @@ def token_s(row: Row) -> float:
 
 
 def tied(ratio: float, bound_by: str | None) -> bool | None:
-    """Return whether a ratio of times is no more than nine of ten ratios of measured steps were off, by what bounds the
-    slower step; None where none were measured.
+    """Return whether two steps are tied: their ratio is no larger than what nine of ten predicted ratios of measured
+    steps were off by, with the same bound as the slower step (``bound_by``). None where no such steps were measured.
     """
     apart = _apart(_regime(bound_by or ""))
     return None if apart is None else math.log(ratio) <= apart
@@ -149,12 +163,15 @@ def _places(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, list[int]]:
     return found
 
 
-def _able(row: Row) -> bool:
+def is_able(row: Row) -> bool:
+    """Return whether a row could be played, and is not known not to fit."""
     return not row["error"] and row["fits"] not in ("no", False)
 
 
 def _alike(rows: Sequence[Row]) -> bool:
-    """Return whether steps have as many tokens for each GPU, so that the fastest step is fastest for its tokens."""
+    """Return whether all steps have the same tokens per GPU: then the fastest step is also the fastest for its
+    tokens.
+    """
     tokens_ = [row["tokens_per_s_per_gpu"] * row["step_time_s"] for row in rows]
     return all(math.isclose(one, tokens_[0]) for one in tokens_)
 
@@ -184,7 +201,7 @@ def _at(rows: Sequence[Row], theirs: Sequence[Won], of: str, *, alone: bool) -> 
 def _at_one(rows: Sequence[Row], keys: Sequence[str], first: Won, does: str, of: str, name: str) -> str:
     """Return who is fastest where there is one place, and how far the others are behind."""
     row = rows[first.row]
-    able = sorted((number_ for number_, one in enumerate(rows) if _able(one)), key=lambda one: token_s(rows[one]))
+    able = sorted((number_ for number_, one in enumerate(rows) if is_able(one)), key=lambda one: token_s(rows[one]))
     low, high = row.get("low_s"), row.get("high_s")
     within = "" if low is None or high is None else f" ({seconds_between(low, high)})"
     figures = f"{_time(row)} {of}{within}, {number(row['tokens_per_s_per_gpu'], FEW)} tokens/s/GPU{_left(row)}"
@@ -212,7 +229,9 @@ def _left(row: Row) -> str:
 
 
 def _at_limit(row: Row) -> bool:
-    """Return whether memory is known too little to say that a row fits; what is below a step has no such figure."""
+    """Return whether memory is not known well enough to say that a row fits. Rows below the scope of a step have no
+    such figure.
+    """
     return row.get("free_bytes") is not None and row["fits"] in ("at the limit", None)
 
 

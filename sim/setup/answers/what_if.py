@@ -12,8 +12,8 @@ SAME = 1e-3
 
 
 def what_if(found: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
-    """Return what the rows of a sweep over some keys say: of two how much longer or shorter the second one's step is,
-    of more from which to which it reaches; "" where fewer could be played.
+    """Return what the rows of a sweep over some keys say in a sentence. Of two steps it is how much longer or shorter
+    the second one is; of more, the range of their times; of fewer nothing.
 
     >>> rows = [{"nic": "*1", "step_time_s": 2.0, "error": ""}, {"nic": "*2", "step_time_s": 1.9, "error": ""}]
     >>> print(what_if(rows, ["nic"]))

@@ -155,7 +155,7 @@ def _software(names: Sequence[str]) -> str:
 
 
 def _joined(row: Row, said: Mapping[str, str], facts: dict[str, Said]) -> Row:
-    """Return a row, having added what it says to the facts; not sayable if another key says otherwise."""
+    """Return a row, and add what it says to the facts. It is not sayable if another key says otherwise."""
     for fact, value in said.items():
         before = facts.get(fact)
         if before is None or (fact in _LARGEST and value > before.value):

@@ -59,29 +59,14 @@ def even(asked: Asked) -> tuple[int, ...]:
 
 
 def _megatron(asked: Asked) -> tuple[int, ...]:
-    """Return as many layers each, embedding and head as one where they are to be counted, or as the first and the last
-    stage are said to have; each stage's chunks are equal (megatron-core 0.16.1 transformer/transformer_block.py,
-    get_num_layers_to_build; flags as Megatron-LM's arguments.py has them, from memory).
+    """Return the layers of each chunk as Megatron cuts them: equal chunks in each stage, where embedding and head may
+    count as a layer each, or the first and the last stage have as many layers as is said (megatron-core 0.16.1
+    transformer/transformer_block.py, get_num_layers_to_build; flags as Megatron-LM's arguments.py has them, from
+    memory).
     """
-    pp = asked.pp
     if "layout" in asked.facts:
         return _laid_out(asked)
-    first, last = asked.count("first_layers"), asked.count("last_layers")
-    embedding, loss = asked.count("first_less"), asked.count("last_less")
-    if (first or last) and (embedding or loss):
-        raise InputError(
-            f"{asked.said('first_layers', 'last_layers', 'first_less', 'last_less')}: leave out two of them"
-        )
-    middle = pp - bool(first) - bool(last)
-    spread = asked.layers - first - last + embedding + loss
-    if spread < 0 or bool(spread) != bool(middle) or (middle and spread % middle):
-        said = asked.said("first_layers", "last_layers", "first_less", "last_less")
-        raise InputError(
-            f"{asked.layers} layers{f' with {said}' if said else ''} leave {spread} for {middle} stages of "
-            f"{asked.named('pp')} {pp}, which do not divide: change one of them, {_SETS}"
-        )
-    each = spread // middle if middle else 0
-    stages = [*[first] * bool(first), *[each] * middle, *[last] * bool(last)]
+    stages, each = _megatron_stages(asked)
     of_chunk = asked.count("chunk_layers")
     if of_chunk and each % of_chunk:
         raise InputError(
@@ -94,9 +79,29 @@ def _megatron(asked: Asked) -> tuple[int, ...]:
             f"one of them, {_SETS}"
         )
     found = [layers // chunks for _ in range(chunks) for layers in stages]
-    found[0] -= embedding
-    found[-1] -= loss
+    found[0] -= asked.count("first_less")
+    found[-1] -= asked.count("last_less")
     return _in_groups(asked, tuple(found))
+
+
+def _megatron_stages(asked: Asked) -> tuple[list[int], int]:
+    """Return the layers of each stage, embedding and head among them where they are counted, and those of each stage
+    between the first and the last that are given.
+    """
+    given = ("first_layers", "last_layers", "first_less", "last_less")
+    first, last, embedding, loss = map(asked.count, given)
+    if (first or last) and (embedding or loss):
+        raise InputError(f"{asked.said(*given)}: leave out two of them")
+    middle = asked.pp - bool(first) - bool(last)
+    spread = asked.layers - first - last + embedding + loss
+    if spread < 0 or bool(spread) != bool(middle) or (middle and spread % middle):
+        said = asked.said(*given)
+        raise InputError(
+            f"{asked.layers} layers{f' with {said}' if said else ''} leave {spread} for {middle} stages of "
+            f"{asked.named('pp')} {asked.pp}, which do not divide: change one of them, {_SETS}"
+        )
+    each = spread // middle if middle else 0
+    return [*[first] * bool(first), *[each] * middle, *[last] * bool(last)], each
 
 
 def _in_groups(asked: Asked, found: tuple[int, ...]) -> tuple[int, ...]:
@@ -110,8 +115,9 @@ def _in_groups(asked: Asked, found: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _torchtitan(asked: Asked) -> tuple[int, ...]:
-    """Return layers of which the ends count as some, the first chunks with one more where they do not divide
-    (torchtitan 0.2.0 distributed/pipeline_parallel.py, pipeline_llm and generate_llm_fqn_per_model_part; 0.1.0 alike).
+    """Return the layers of each chunk as torchtitan cuts them: the ends count as some layers, and the first chunks have
+    one more where they do not divide (torchtitan 0.2.0 distributed/pipeline_parallel.py, pipeline_llm and
+    generate_llm_fqn_per_model_part; 0.1.0 alike).
     """
     if "layout" in asked.facts:
         return _laid_out(asked)
@@ -139,8 +145,9 @@ def _torchtitan(asked: Asked) -> tuple[int, ...]:
 
 
 def _nanotron(asked: Asked) -> tuple[int, ...]:
-    """Return layers by what they compute: a stage ends with the layer that takes it over its share of all products,
-    those of the head included (nanotron 0.4 models/base.py, build_model; models/llama.py, get_block_compute_costs).
+    """Return the layers of each stage as nanotron cuts them, by what they compute: a stage ends with the layer that
+    takes it over its share of all products, those of the head included (nanotron 0.4 models/base.py, build_model;
+    models/llama.py, get_block_compute_costs).
     """
     model = asked.model
     of_layer = 4 * model.num_heads * (model.embed_dim // model.num_heads) * model.embed_dim
@@ -166,8 +173,8 @@ def _and(stages: Sequence[int]) -> str:
 
 
 def _laid_out(asked: Asked) -> tuple[int, ...]:
-    """Return the layers of a layout; raises InputError where they are not those of the model, or no whole number of
-    chunks is for each stage.
+    """Return the layers of a layout. Raises InputError where they are not those of the model, or each stage would not
+    have a whole number of chunks.
     """
     found = layers_of_layout(asked.facts["layout"])
     each = PIPELINES[asked.schedule].chunks if asked.schedule else asked.count("chunks")

@@ -280,9 +280,9 @@ class Writer:
         return {"seq": seq, "batch": micro * turns, "global_batch": None}
 
     def _piece(self, at_once: int, replicas: int, seq: int) -> int:
-        """Return how many sequences of a replica go forward and backward at once: parts of what it has ``at_once``
-        where a pipeline divides these, or all of it where it takes several. Raises InputError where they do not divide,
-        and where a step is several such turns, each of which fills the pipeline and empties it, unless ``anyway``.
+        """Return how many sequences of a replica go forward and backward at once: all that it has ``at_once``, or parts
+        of these in a pipeline. Raises InputError where they do not divide. Unless ``anyway`` it also raises where a
+        step has several such turns, each of which fills and empties the pipeline.
         """
         if self.pp == 1 or not {"pp_pieces", "pp_micro_batch"} & self.facts.keys():
             return at_once

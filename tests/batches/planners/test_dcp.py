@@ -13,7 +13,6 @@ from sim.base.errors import InputError
 from sim.batches.batch import Batch, batch
 from sim.batches.blocks import cut, fitting_size
 from sim.batches.counting import Ints
-from sim.batches.coverage import require_covered
 from sim.batches.planned import Planned
 from sim.batches.planners import hypergraph
 from sim.batches.planners.dcp import DcpOptions, _plan, dcp
@@ -25,6 +24,7 @@ from sim.schedule.ir.masks import Span
 from sim.schedule.ir.plan import Plan, Task
 from sim.setup.setup import Setup
 from sim.words.patterns import AttentionSink
+from tests.batches.coverage import require_covered
 
 HEADS = token_bytes(8, 2, 128, 2)
 

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from sim.base.errors import InputError
 from sim.batches.batch import Batch, batch
-from sim.batches.coverage import require_covered
 from sim.batches.planned import Planned
 from sim.batches.planners.fcp import FcpOptions, fcp
-from sim.batches.planners.groups import GroupOptions, group_sizes, groups
+from sim.batches.planners.groups import GroupOptions, groups
 from sim.batches.statistics import Statistics, statistics, token_bytes
 from sim.schedule.ir.masks import Band
+from tests.batches.coverage import require_covered
 
 HEADS = token_bytes(8, 2, 128, 2)
+
+
+def group_sizes(planned: Planned, found: Batch) -> list[int]:
+    """Return on how many ranks the tokens of each document live."""
+    starts = np.cumsum(found.documents) - np.array(found.documents)
+    ranks: list[set[int]] = [set() for _ in found.documents]
+    for rank, tokens in enumerate(planned.plan.layout):
+        for span in tokens:
+            first = int(np.searchsorted(starts, span.start, side="right")) - 1
+            for document in range(first, int(np.searchsorted(starts, span.stop, side="left"))):
+                ranks[document].add(rank)
+    return [len(some) for some in ranks]
 
 
 def counted(planned: Planned, found: Batch) -> Statistics:

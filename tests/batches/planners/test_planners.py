@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from sim.base.errors import InputError, LengthError, ScheduleError
 from sim.batches.batch import MOST_TOKENS, Batch, batch
-from sim.batches.coverage import require_covered
 from sim.batches.lower_bound import lower_bound
 from sim.batches.planned import Planned
 from sim.batches.planners.dcp import dcp
@@ -36,6 +35,7 @@ from tests.batches.batches import (
     lengths,
     within,
 )
+from tests.batches.coverage import require_covered
 
 PLANNERS = {**ANY_LENGTH, **DIVIDED, **OF_BLOCKS, **PARTITIONED}
 

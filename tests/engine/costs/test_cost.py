@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.base.errors import InputError
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.engine.costs.cost import CostModel
 from sim.engine.costs.kernel_table import KernelTable
 from sim.engine.costs.phases import Activity, Flow, Latency, Wait

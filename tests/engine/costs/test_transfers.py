@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from calibrate.published import PUBLISHED, between_nodes
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.engine.channels import peer_of
 from sim.engine.costs.cost import CostModel
 from sim.engine.costs.measured import measured_cluster

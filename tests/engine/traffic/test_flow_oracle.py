@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.ir.ops import CollectiveName
 from tests.helpers import slow_but

@@ -7,7 +7,8 @@ import pytest
 
 from calibrate.published import PUBLISHED
 from sim.base.errors import InputError
-from sim.base.presets import override, preset_names
+from sim.base.overrides import override
+from sim.base.presets import preset_names
 from sim.engine.costs.cost import CostModel
 from sim.engine.costs.measured import measured_cluster
 from sim.engine.play.clock import Clock

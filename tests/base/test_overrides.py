@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sim.base.errors import InputError
-from sim.base.presets import override
+from sim.base.overrides import override
 from sim.words.workload import load_model
 from topology.cluster import load_cluster
 from topology.specs import ClusterSpec
