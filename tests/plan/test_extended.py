@@ -82,6 +82,13 @@ def test_another_machine_is_played_on_schedules_that_are_there(name: str, monkey
         few.replace(seq="128K")
 
 
+@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+def test_seconds_of_plays_are_told_as_their_times_are(name: str) -> None:
+    steps = extended(setup_of(name)).steps
+    assert steps.told(lambda one: one.trace.step_time_s) == steps.step_s
+    assert steps.told(lambda _: 1.0) == 1.0
+
+
 def test_what_is_small_is_played_whole() -> None:
     few = extended(setup_of("layers").replace(layers=2))
     assert few.played == "played whole"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sim.base.garbage import garbage_collection_off
@@ -29,8 +30,13 @@ class _OfLayers(NamedTuple):
     """That of most layers."""
     before: Simulation | None
     """The one with fewer; None where all are played."""
-    times: float
-    """How often what the last one adds to that is still to come."""
+    few: Few
+    """By which layers it is told."""
+
+    def told(self, seconds: Callable[[Simulation], float]) -> float:
+        """Return seconds of all of its layers, as its time is told."""
+        last = seconds(self.last)
+        return self.few.told(seconds(self.before), last) if self.before else last
 
     @property
     def simulations(self) -> list[Simulation]:
@@ -47,6 +53,11 @@ class Steps(NamedTuple):
     """By number of micro-batches."""
     setups: list[Setup]
     """All that were played."""
+
+    def told(self, seconds: Callable[[Simulation], float]) -> float:
+        """Return seconds of the whole step, such as those that ranks wait, by those of its plays."""
+        few = [one.told(seconds) for one in self.of_turns]
+        return self.turns.told(*few) if len(few) > 1 else few[0]
 
     @property
     def last(self) -> Simulation:
@@ -83,11 +94,11 @@ class Steps(NamedTuple):
     @property
     def rests(self) -> tuple[Interval | None, Grounds]:
         """The 90 % interval of the step and what it rests on: those of the last play, scaled to the step."""
-        _, last, before, times = self.of_turns[-1]
+        _, last, before, few = self.of_turns[-1]
         other, longer = slowest(last), self.step_s / last.trace.step_time_s
         found = widened(last, other)
         within = found and Interval(found.low_s * longer, found.high_s * longer)
-        decides = decisive(last, before, times) if before else decisive(last)
+        decides = decisive(last, before, few.further / few.between) if before else decisive(last)
         slower = other and other._replace(seconds=other.seconds * longer)
         return within, grounds_of(last, evidence(last, []), decides, slower)
 
@@ -116,9 +127,9 @@ def steps_of(setup: Setup, some: tuple[int, int] = PLAYED, like: Steps | None = 
 def _steps_of_layers(few: Few, known: list[_Built]) -> _OfLayers:
     *before, last = [_simulation(one, known) for one in few.setups]
     if not before:
-        return _OfLayers(last.trace.step_time_s, last, None, 0.0)
+        return _OfLayers(last.trace.step_time_s, last, None, few)
     step_s = few.told(before[0].trace.step_time_s, last.trace.step_time_s)
-    return _OfLayers(step_s, last, before[0], few.further / few.between)
+    return _OfLayers(step_s, last, before[0], few)
 
 
 class _Built(NamedTuple):

@@ -287,6 +287,8 @@ class Schedule:
         self._programs: dict[int, Program] = {}
         self._fragments: dict[tuple[int, ...], list[Fragment]] = {}
         """Those of all programs, by their sizes and peers; of those that are alike the first."""
+        self._alike: dict[Fragment, Fragment] = {}
+        """By those that a builder made what calls have in their place."""
 
     def like(self, header: Header, build: Callable[[int], Program]) -> Schedule:
         """Return another schedule, of fragments of this one, of the same ranks, of which others may be left out as
@@ -326,7 +328,7 @@ class Schedule:
         """Return a program on the ops and buffers of other ranks' fragments, where its own are alike."""
         if not self._finds_alike:
             return program
-        found: dict[Fragment, Fragment] = {}
+        found = self._alike
         for call in program.calls:
             own = call.fragment
             if own in found:

@@ -7,7 +7,7 @@ rank does with them in turn.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ from sim.schedule.write.attention import (
     attention_program,
 )
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.traces import Traces
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
@@ -324,12 +325,23 @@ class _Ranks:
 
         return cache(counts)
 
+    def _in_layers(self, rank: int) -> Hashable:
+        """Return what decides what a rank does in a layer: its place in its stage, as stages hand on the same tokens,
+        and what it owns of weights.
+        """
+        return self.mesh.first(rank, "pp"), self._positions.get(rank), self.kind(rank)
+
+    @cached_property
+    def _traces(self) -> defaultdict[Hashable, Traces]:
+        return defaultdict(Traces)
+
     def _written(self, rank: int) -> Program:
         """Return the program of the one in its place, with the shards of a rank."""
         plans, workload, mesh, options, stages = self.plans, self.workload, self.mesh, self.options, self.stages
         role = mesh.role(rank)
         major = mesh.tp > 1 and options.memory_order == "sbh"
-        b = ProgramBuilder(role, workload, mesh.dp, share_of(mesh, role, self.whole.model), token_major=major)
+        share, traces = share_of(mesh, role, self.whole.model), self._traces[self._in_layers(rank)]
+        b = ProgramBuilder(role, workload, mesh.dp, share, token_major=major, traces=traces)
         if workload.scope == "attention":
             b.workload = workload.of_layer(0)
             return attention_program(b, plans[0].shard(role), plans[0].attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, TypeVarTuple
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
+from sim.schedule.write.traces import Shape, Traced, Traces
 from sim.words.options import Place, SumOptions
 from sim.words.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
 
@@ -44,15 +45,6 @@ class _Writing:
         """By place among those given, whether it is an input, where the function asked for that."""
 
 
-class _Traced(NamedTuple):
-    """A call that can be made again, by binding buffers."""
-
-    fragment: Fragment
-    result: Any
-    """What its function returned, on buffers of the fragment."""
-    asked: tuple[tuple[int, bool], ...]
-
-
 _CATEGORIES: dict[Kind, Category] = {"weight": "parameter", "weight gradient": "gradient", "moment": "optimiser"}
 
 
@@ -71,6 +63,7 @@ class ProgramBuilder:
         share: Share | None = None,
         *,
         token_major: bool = False,
+        traces: Traces | None = None,
     ) -> None:
         self.rank = rank
         self.workload = workload
@@ -94,9 +87,11 @@ class ProgramBuilder:
         self._layers: dict[int, int] = {}
         """By number the layer that follows the name of a buffer, where one does."""
         self._inputs: set[int] = set()
-        self._alike: dict[Buffer, Buffer] = {}
         self._calls: list[Call] = []
-        self._traced: dict[tuple[Hashable, ...], list[_Traced]] = {}
+        self._traces = traces or Traces()
+        """What other ranks have written that do the same, for this one to call."""
+        self._traced: dict[Shape, list[Traced]] = {}
+        """What this one has called."""
         self._writing = _Writing("", {}, 0, 0)
 
     def take(self, number: int, count: int, part: Part) -> None:
@@ -141,16 +136,20 @@ class ProgramBuilder:
         for traced in known:
             if all(is_input(numbers[at]) == flag for at, flag in traced.asked):
                 return self._bound(traced, numbers, layer)  # type: ignore[no-any-return]
+        if (of_other := self._traces.of(shape, self.rank, lambda at: is_input(numbers[at]))) is not None:
+            known.append(of_other)
+            return self._bound(of_other, numbers, layer)  # type: ignore[no-any-return]
         first, self._writing = len(buffers), _Writing(key, place, len(buffers), layer)
         result = function(*views)
         number = {**place, **{own: len(place) + own - first for own in range(first, len(buffers))}}
         here = mapped(result, lambda view: View(self._visible(view) and number[view.buffer], view.slices))
-        known.append(_Traced(self._end(number), here, tuple(self._writing.asked.items())))
+        known.append(Traced(self._end(number), here, tuple(self._writing.asked.items())))
+        self._traces.add(shape, self.rank, known[-1])
         self._writing = _Writing("", {}, len(buffers), 0)
         self._calls.append(Call(known[-1].fragment, numbers, first, layer))
         return result
 
-    def _bound(self, traced: _Traced, given: tuple[int, ...], layer: int) -> Any:
+    def _bound(self, traced: Traced, given: tuple[int, ...], layer: int) -> Any:
         """Return the result of a call that is made again, on other buffers."""
         fragment, first = traced.fragment, len(self._buffers)
         call = Call(fragment, given, first, layer)
@@ -233,7 +232,7 @@ class ProgramBuilder:
         """Return the whole of a buffer that is described."""
         if layer is not None:
             self._layers[len(self._buffers)] = layer
-        self._buffers.append(self._alike.setdefault(buffer, buffer))
+        self._buffers.append(self._traces.alike.setdefault(buffer, buffer))
         return View(len(self._buffers) - 1, tuple([(0, extent) for extent in buffer.shape]))
 
     def activation(

@@ -321,7 +321,7 @@ class Border(NamedTuple):
             sends = (Message(self.peer, self.group.sent_part(self.b, tensor, view) if self.group else view),)
             self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
 
-        self.b.call(f"send {tensor.name} to {self.peer} by {by}", tensor.layer, send, view)
+        self.b.call(f"send {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, send, view)
 
     def received(self, by: str, tensor: Tensor) -> View:
         """Append what receives a tensor from there, in a call of its own; return it."""
@@ -333,7 +333,7 @@ class Border(NamedTuple):
             self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
             return self.group.of_parts(self.b, tensor, view) if self.group else view
 
-        return self.b.call(f"receive {tensor.name} from {self.peer} by {by}", tensor.layer, receive)
+        return self.b.call(f"receive {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, receive)
 
 
 class FromStage(NamedTuple):
