@@ -22,6 +22,8 @@ from calibrate.published.host import (
     EAGER_SOURCES,
     EAGER_TRAFFIC,
     OVERLAP_SLOWDOWN,
+    PERSISTENT,
+    PERSISTENT_SOURCE,
     eager_host,
     eager_issue,
 )
@@ -106,6 +108,8 @@ class Gpu(NamedTuple):
     """In cuDNN's benchmarks of norms."""
     eager: bool = False
     """Whether the kernels around attention are eager PyTorch's, not fused."""
+    persistent: bool = False
+    """Whether matrix products have a block per SM with a fixed share of the work, as cuBLAS has on Hopper."""
     alone: str = ""
     """In the tables of single sizes, where those of matrix products and collectives are of another GPU."""
     load: UnderLoad | None = None
@@ -146,6 +150,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         elementwise=_elementwise(gpu),
         issue=eager_issue(spec),
         host=eager_host(spec),
+        persistent=PERSISTENT if gpu.persistent else {},
         beside_communication=OVERLAP_SLOWDOWN,
         attention=gpu.fused,
         tiles=tile_models(points, spec.gpu.sms),
@@ -169,6 +174,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             **elementwise.SOURCES,
             **elementwise.SOURCES,
             "forms": FORMS_SOURCE,
+            **({"persistent": PERSISTENT_SOURCE} if gpu.persistent else {}),
             **_load_sources(gpu),
             **EAGER_SOURCES,
         },
@@ -363,6 +369,7 @@ _H200 = Gpu(
     memory_efficiency=0.81,
     memory_source="stores, 3898 of 4800 GB/s: te42kyfo/gpu-benches gpu-stream/h200.txt",
     norms="NVIDIA H200",
+    persistent=True,
     load=H200,
 )
 _A100 = Gpu(

@@ -20,6 +20,16 @@ EARLY_MERGE = {"merge": Issue(host_s=0, launches=0, kernels=12)}
 """The kernels of the same."""
 EAGER_LAYER_TRAFFIC = {"swiglu": 10 / 6, "swiglu_backward": 18 / 10}
 """silu and a product, each of which passes over memory by itself; backward two products and silu's own."""
+PERSISTENT = {"gemm": round((80 / 47 - 1) / 24, 5)}
+PERSISTENT_SOURCE = (
+    "NVIDIA developer forum, thread 337991: a product of 132 blocks on H100 SXM with 80 % of the peak alone, 47 "
+    "beside an all-gather of 24 blocks, since a persistent grid then needs two waves; in proportion where fewer "
+    "SMs are held, which nobody has measured. cuBLAS has such grids on Hopper, and a limit on their SMs for that "
+    "reason (CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, which TransformerEngine sets beside userbuffers; torch's "
+    "_set_sm_carveout_experimental): from memory. On A100 blocks of a product go to any SM: beside NCCL products "
+    "take 1.03 times as long (NetX-lab/Echo-slowdown@7d698a7). On Blackwell blocks are handed out by hardware, "
+    "for this reason (CUTLASS, cluster launch control): from memory"
+)
 OVERLAP_SLOWDOWN = 1.189
 """Kernels during communication, mean over A100, H100, MI210 and MI250; the worst took 1.4 times as long."""
 EAGER_SOURCES = {

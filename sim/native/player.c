@@ -36,7 +36,7 @@ typedef struct { i32 ops, ops_end, rank, own; } Stream;       /* own: compute or
 typedef struct { i32 source, target; } Transfer;
 typedef struct { i32 members, members_end; } Group;
 typedef struct { i32 ops, ops_end, compute_stream; } Program;
-typedef struct { i32 kind, resource, demands, demands_end; f64 seconds; } Phase;
+typedef struct { i32 kind, resource, demands, demands_end; f64 seconds, late; } Phase;
 typedef struct { i32 resource, unused; f64 amount; } Demand;
 typedef struct { i32 compute, memory; } Device;
 
@@ -68,10 +68,12 @@ typedef struct { i32 after, first, last, missing, resumes, launching; f64 since_
 /* after: the op that the host waited for last before this one; since_s: the time of issuing since then; first, last:
  * streams that wait for its end; launching: the stream whose kernel begins behind it; missing: transfers to come; resumes: whether its stream waits for them; arrivals: the last of those that
  * have come */
-typedef struct { i32 activity, phase, node, nodes, fills, mark, room, next_spare; i64 number, timer; f64 left_s, speed, last_s, found; Worlds lefts, speeds, lasts, founds, dues; } Running;
+typedef struct { i32 activity, phase, node, nodes, fills, lacks, mark, room, next_spare; i64 number, timer; f64 left_s, speed, last_s, found, late, held_s; Worlds lefts, speeds, lasts, founds, dues, helds; } Running;
+/* lacks: a resource of which less was free than it demands, or -1; held_s: for how long some had been held by then */
 typedef struct { i32 resource, user, before, after; f64 amount; const Worlds *amounts; } Node;
-typedef struct { i32 first, last, users, fillers, queue, queue_end, mark, rising; u8 dirty, tight; f64 load, limit, held, left, asked; Worlds lefts, askeds, filled, freed, grants; } Resource;
-/* filled, freed: when something last began to fill it, and ended that; grants: the last hold */
+typedef struct { i32 first, last, users, fillers, queue, queue_end, mark, rising; u8 dirty, tight; f64 load, limit, held, left, asked, holding_s, since_s; Worlds lefts, askeds, filled, freed, grants, holdings, sinces; } Resource;
+/* filled, freed: when something last began to fill it, and ended that; grants: the last hold; holding_s: for how long
+ * some of it has been held, up to since_s */
 typedef struct { f64 at; i64 serial; i32 call, subject; } Event;
 typedef struct { i64 serial; i32 call, subject; } Soon;
 
@@ -218,8 +220,15 @@ static void adjust(State *s, i32 u) {
         if (overloaded(&s->resources[n->resource])) settle_soon(s, n->resource);
 }
 
+/* Return for how long something of a resource has been held up to now; set *theirs to the same of other worlds. */
+static f64 held_for(const State *s, const Resource *r, Worlds *theirs) {
+    EACH(k) theirs->of[k] = r->holdings.of[k] + (r->held > 0 ? s->nows.of[k] - r->sinces.of[k] : 0.0);
+    return r->holding_s + (r->held > 0 ? s->now - r->since_s : 0.0);
+}
+
 static void start_flow(State *s, i32 u, const Phase *p, f64 factor) {
     Running *x = RUNNING(s, u);
+    x->late = p->late; x->lacks = -1;
     x->number = ++s->created;
     x->left_s = p->seconds * factor; x->speed = 0.0; x->last_s = s->now; x->timer = -1;
     EACH(k) {
@@ -240,11 +249,19 @@ static void start_flow(State *s, i32 u, const Phase *p, f64 factor) {
     for (const Demand *d = s->costs->demands + p->demands, *end = s->costs->demands + p->demands_end; d < end; d++, at++) {
         i32 number = located(s, u, d->resource);
         Resource *r = &s->resources[number];
-        s->nodes[at] = (Node){number, u, r->last, -1, d->amount, WORLDS ? &s->costs->amounts[d - s->costs->demands] : 0};
+        f64 amount = d->amount;
+        if (p->late > 0 && amount > free_of(s, number)) {
+            x->late *= amount - free_of(s, number);
+            if (x->late > 1.0) x->late = 1.0;
+            amount = free_of(s, number);
+            x->lacks = number;
+            x->held_s = held_for(s, r, &x->helds);
+        }
+        s->nodes[at] = (Node){number, u, r->last, -1, amount, WORLDS ? &s->costs->amounts[d - s->costs->demands] : 0};
         if (r->last >= 0) s->nodes[r->last].after = at; else r->first = at;
         r->last = at;
         r->users++;
-        r->load += d->amount;
+        r->load += amount;
         contended |= overloaded(r);
     }
     Worlds whole = alike(1.0);
@@ -258,6 +275,8 @@ static int grants(const State *s, i32 r, f64 amount) {
 static void change_hold(State *s, i32 r, f64 amount) {
     Resource *x = &s->resources[r];
     int before = overloaded(x);
+    x->holding_s = held_for(s, x, &x->holdings);
+    x->since_s = s->now; x->sinces = s->nows;
     x->held += amount;
     x->limit = free_of(s, r) * SLACK;
     if (before || overloaded(x)) {
@@ -307,7 +326,14 @@ static void finish(State *s, i32 u) {
         r->load -= n->amount;
     }
     if (x->fills >= 0) { s->resources[x->fills].fillers--; s->resources[x->fills].freed = s->nows; serve(s, x->fills); }
-    run_on(s, u);
+    if (x->lacks < 0) { run_on(s, u); return; }
+    Worlds helds;
+    f64 held_s = held_for(s, &s->resources[x->lacks], &helds) - x->held_s;
+    EACH(k) {
+        f64 theirs = helds.of[k] - x->helds.of[k];
+        x->dues.of[k] = s->nows.of[k] + (theirs > 0 ? theirs : 0.0) * x->late;
+    }
+    start(s, held_s * x->late, PHASE, u);
 }
 
 static void sort_flows(State *s, i32 *flows, i32 count) {     /* by number, with Shell's gaps: few need none */

@@ -138,8 +138,9 @@ def running(
         run = msgspec.structs.replace(run, loss="")
     if spec.gpu.kind == "cpu" and run != Kernels():
         raise InputError("`software` names kernels of GPUs, but ranks are threads of a host: leave it out")
-    said = software.said if software else ""
-    return kernels.running(profile, run, said, spec.gpu.chip, parallel=mesh.tp > 1)
+    said, parallel = software.said if software else "", mesh.tp > 1
+    margin = parallel and getattr(options, "tp_overlap", "") == "chunks"
+    return kernels.running(profile, run, said, spec.gpu.chip, parallel=parallel, margin=margin)
 
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:

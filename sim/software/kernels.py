@@ -62,11 +62,12 @@ def beside_fused(software: Software) -> Kernels:
 
 
 def running(
-    profile: Profile | None, kernels: Kernels, said: str, chip: str, *, parallel: bool = False
+    profile: Profile | None, kernels: Kernels, said: str, chip: str, *, parallel: bool = False, margin: bool = False
 ) -> Profile | None:
     """Return a profile with the kernels of some software in the place of its own, and what that software is called: for
     the same ones always the same object, beside which its tables are kept. ``parallel``: whether products are split
-    among tensor-parallel ranks. Raises InputError where there are no figures of them.
+    among tensor-parallel ranks; ``margin``: whether they leave SMs to what these send. Raises InputError where there
+    are no figures of them.
     """
     runs = runs_of(kernels)
     one_queue = parallel and kernels.connections == 1
@@ -80,14 +81,15 @@ def running(
     found = attending(profile, attention, chip) if attention else profile
     eager = eager_of(found, kernels.issue, parallel=parallel)
     picks = kernels.torch if attention and kernels.attention == "sdpa" else ""
-    apart = picks, eager, kernels.allocator, kernels.check_s, one_queue
+    persistent = {} if margin else found.persistent
+    apart = picks, eager, kernels.allocator, kernels.check_s, one_queue, persistent != found.persistent
     if not (runs or said or any(apart)):
         return found
     described, key = _described(found), (said, *apart, *runs.items())
     if key not in described:
         described[key] = msgspec.structs.replace(
             found, runs=found.runs | runs, software=said, attention=_as_picked(found.attention, picks), eager=eager,
-            allocator=kernels.allocator, check_s=kernels.check_s, one_queue=one_queue,
+            allocator=kernels.allocator, check_s=kernels.check_s, one_queue=one_queue, persistent=persistent,
         )  # fmt: skip
     return described[key]
 

@@ -276,6 +276,9 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     those that read one element at a time (``sim.schedule.derive.kernels.SCATTERED``)."""
     blocks_per_sm: dict[str, Count] = {}
     """Blocks of a kernel that an SM runs at once, by kernel: 1 for others."""
+    persistent: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1)]] = {}
+    """By kernel whose grid has a block per SM, each with a fixed share of the work: for each SM that is held when it
+    begins, by how much of that time it ends later. Other grids hand out their blocks to any SM."""
     replayed_s: Seconds | None = None
     """Of a small kernel, from one to the next in a CUDA graph, whose launches cost the host nothing: what
     ``--set cluster.gpu.launch_s`` may come down to."""

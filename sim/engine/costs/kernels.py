@@ -105,7 +105,8 @@ class KernelCosts:
         On a GPU a grid of more blocks than the SMs take at once fills them until its last wave has been dispatched,
         and what is launched behind it gets none before; one of fewer leaves SMs to others. A kernel that memory bounds
         is no slower on fewer SMs. Before the grid of attention's backward pass runs a short one, for delta, and what
-        waits for SMs comes behind that one (flash_attn csrc/flash_attn/src/flash_bwd_launch_template.h).
+        waits for SMs comes behind that one (flash_attn csrc/flash_attn/src/flash_bwd_launch_template.h). A persistent
+        grid is not slowed by SMs that are held: its blocks without an SM run later (``Profile.persistent``).
         """
         sms, work = float(self._cluster.spec.gpu.sms), (OWN_MEMORY, memory)
         if self._cluster.spec.gpu.kind == "cpu":
@@ -120,5 +121,12 @@ class KernelCosts:
         grid = seconds - before
         if waves <= 1:
             return (*delta, Flow(grid, ((OWN_COMPUTE, waves * sms), work)))
-        full = Flow(grid * (1 - 1 / waves), ((OWN_COMPUTE, sms), work), fills=OWN_COMPUTE)
+        full = Flow(grid * (1 - 1 / waves), ((OWN_COMPUTE, sms), work), fills=OWN_COMPUTE, late=self._late(use))
         return (*delta, full) if waves == math.inf else (*delta, full, Flow(grid / waves, (work,)))
+
+    def _late(self, use: KernelUse) -> float:
+        """Return how late blocks of a persistent grid make it, by SM that is held; 0 for other grids. At the lower end
+        of intervals no grid is persistent, at the upper one late blocks take as long as they wait.
+        """
+        late = self._profile.persistent.get(use.kernel, 0.0) if self._profile else 0.0
+        return {"low": 0.0, None: late, "high": 1.0}[self._profile.bound] if self._profile and late else 0.0

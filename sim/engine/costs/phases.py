@@ -35,6 +35,10 @@ class Flow(NamedTuple):
     demands: Demands
     fills: int = -1
     """A resource of which nothing can be held before this ends, as a grid whose blocks still queue fills the SMs."""
+    late: float = 0.0
+    """Of a persistent grid, which has a block per SM, each with a fixed share of the work: blocks that find no SM when
+    it begins run once nothing is held, or behind the others. So much longer does the grid take by the time that they
+    wait and by SM that is held, at most as long as they wait."""
 
 
 Phase: TypeAlias = Wait | Latency | Flow

@@ -28,7 +28,9 @@ _FEW_OPS = 10_000
 """Of a step that takes no longer to play than threads take to start."""
 
 INT = np.int32
-_PHASE = np.dtype([*((name, INT) for name in ("kind", "resource", "demands", "demands_end")), ("seconds", float)])
+_PHASE = np.dtype(
+    [*((name, INT) for name in ("kind", "resource", "demands", "demands_end")), ("seconds", float), ("late", float)]
+)
 _DEMAND = np.dtype([("resource", INT), ("unused", INT), ("amount", float)])
 _DEVICE = np.dtype([("compute", INT), ("memory", INT)])
 
@@ -64,7 +66,7 @@ class Activities:
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._ends = [0]
-        self._phases: list[tuple[int, int, int, int, float]] = []
+        self._phases: list[tuple[int, int, int, int, float, float]] = []
         self._demands: list[tuple[int, int, float]] = []
 
     def add(self, activity: Activity) -> int:
@@ -79,11 +81,11 @@ class Activities:
                 begin = len(self._demands)
                 if isinstance(phase, Flow):
                     self._demands += [(resource, 0, amount) for resource, amount in phase.demands]
-                    self._phases.append((FLOW, phase.fills, begin, len(self._demands), phase.seconds))
+                    self._phases.append((FLOW, phase.fills, begin, len(self._demands), phase.seconds, phase.late))
                 elif isinstance(phase, Wait):
-                    self._phases.append((WAIT, phase.resource, begin, begin, phase.seconds))
+                    self._phases.append((WAIT, phase.resource, begin, begin, phase.seconds, 0.0))
                 elif isinstance(phase, Latency):
-                    self._phases.append((LATENCY, -1, begin, begin, phase.seconds))
+                    self._phases.append((LATENCY, -1, begin, begin, phase.seconds, 0.0))
                 else:
                     assert_never(phase)
             self._ends.append(len(self._phases))

@@ -4,6 +4,7 @@ A flow has a solo time and a demand on every resource that it uses, at relative 
 resource exceed what holds leave of it, speeds are cut by progressive filling (max-min fair in x): all rise together
 until a resource is full, its users stop there, the others go on. An activity slows only when something that it uses is
 full. Only what hangs together through overloaded resources is solved again, so an uncontended machine costs nothing.
+A flow of late blocks (``Flow.late``) demands no more than is free when it starts, and ends later for what it lacks.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ _SAME = 1.0 + 1e-12
 class _Running:
     """A flow under way; ``then`` is called at its end, of which ``timer`` tells."""
 
-    __slots__ = ("fills", "last_s", "left_s", "number", "speed", "then", "timer", "uses")
+    __slots__ = ("fills", "lacks", "last_s", "late", "left_s", "number", "speed", "then", "timer", "uses")
 
     def __init__(self, number: int, flow: Flow, then: Then, now: float) -> None:
         self.number = number
         self.uses = flow.demands
         self.fills = flow.fills
+        self.late = flow.late
+        self.lacks: tuple[int, float] | None = None  # a resource, and for how long some of it had been held by then
         self.left_s = flow.seconds
         self.speed = 0.0
         self.last_s = now
@@ -55,6 +58,8 @@ class Network:
         self._clock = clock
         self._capacity = [resource.capacity for resource in resources]
         self._held = [0.0] * len(resources)
+        self._holding_s = [0.0] * len(resources)
+        self._since_s = [0.0] * len(resources)
         self._fillers = [0] * len(resources)
         self._limit = [resource.capacity * _SLACK for resource in resources]
         self._load = [0.0] * len(resources)
@@ -127,7 +132,9 @@ class Network:
         if flow.fills >= 0:
             self._fillers[flow.fills] += 1
         load, contended = self._load, []
-        for resource, amount in flow.demands:
+        if flow.late:
+            self._take_free(running)
+        for resource, amount in running.uses:
             self._users[resource][running] = amount
             load[resource] += amount
             if load[resource] > self._limit[resource]:
@@ -136,6 +143,19 @@ class Network:
             self._adjust(running, contended)
         else:
             self._set_speed(running, 1.0)
+
+    def _take_free(self, running: _Running) -> None:
+        """Let a flow demand no more than is free, and note what it lacks."""
+        for resource, amount in running.uses:
+            if amount > self._free(resource):
+                running.lacks = (resource, self._held_for(resource))
+                running.late = min(running.late * (amount - self._free(resource)), 1.0)
+        running.uses = tuple((resource, min(amount, self._free(resource))) for resource, amount in running.uses)
+
+    def _held_for(self, resource: int) -> float:
+        """Return for how long something of a resource has been held up to now."""
+        lasts = self._clock.now - self._since_s[resource] if self._held[resource] > 0 else 0.0
+        return self._holding_s[resource] + lasts
 
     def _finish(self, timer: _End) -> None:
         running, load = timer.running, self._load
@@ -153,10 +173,16 @@ class Network:
         if running.fills >= 0:
             self._fillers[running.fills] -= 1
             self._serve(running.fills)
-        running.then()
+        if running.lacks:
+            resource, held_s = running.lacks
+            self._clock.after((self._held_for(resource) - held_s) * running.late, running.then)
+        else:
+            running.then()
 
     def _change_hold(self, resource: int, amount: float) -> None:
         before = self._overloaded(resource)
+        self._holding_s[resource] = self._held_for(resource)
+        self._since_s[resource] = self._clock.now
         self._held[resource] += amount
         self._limit[resource] = self._free(resource) * _SLACK
         if before or self._overloaded(resource):

@@ -68,6 +68,12 @@ def _heads(simulation: Simulation) -> list[float]:
     return heads
 
 
+def _late(simulation: Simulation) -> list[float]:
+    """Return per use of a kernel how late blocks of its grid make it that find no SM (``Flow.late``)."""
+    each = (simulation.cost.kernel_anywhere(0, use) for use in lowered(simulation.fold.checked).uses.found)
+    return [max((phase.late for phase in phases if isinstance(phase, Flow)), default=0.0) for phases in each]
+
+
 def _lost(simulation: Simulation) -> list[str]:
     """Say where such kernels hold SMs of the critical GPU while their peers' wait for SMs of other GPUs."""
     arrays, trace = lowered(simulation.fold.checked), simulation.trace
@@ -80,12 +86,16 @@ def _lost(simulation: Simulation) -> list[str]:
     kernels = np.flatnonzero(own & (arrays.ops["kind"] == KERNEL))
     if not spins.size or not kernels.size:
         return []
-    edges = np.stack([trace.begun_s[kernels], trace.ended_s[kernels]], axis=1).reshape(-1)
-    busy = np.repeat(np.cumsum(trace.ended_s[kernels] - trace.begun_s[kernels]), 2)
-    busy[::2] -= trace.ended_s[kernels] - trace.begun_s[kernels]
-    beside_s = np.interp(trace.begun_s[spins], edges, busy) - np.interp(since_s[spins], edges, busy)
-    shares = held(arrays, simulation.cost)[spins] / simulation.cluster.spec.gpu.sms
-    lost_s = float(beside_s @ shares)
+    lost_s, sms = 0.0, held(arrays, simulation.cost)[spins]
+    late = np.array(_late(simulation))[arrays.op_use[kernels]]
+    for by_sm in np.unique(late):
+        of_grid = kernels[late == by_sm]
+        edges = np.stack([trace.begun_s[of_grid], trace.ended_s[of_grid]], axis=1).reshape(-1)
+        busy = np.repeat(np.cumsum(trace.ended_s[of_grid] - trace.begun_s[of_grid]), 2)
+        busy[::2] -= trace.ended_s[of_grid] - trace.begun_s[of_grid]
+        beside_s = np.interp(trace.begun_s[spins], edges, busy) - np.interp(since_s[spins], edges, busy)
+        longer = np.minimum(by_sm * sms, 1.0)
+        lost_s += float(beside_s @ (longer / (1 + longer) if by_sm else sms / simulation.cluster.spec.gpu.sms))
     if lost_s <= LOST * trace.step_time_s:
         return []
     loses = f"GPU {trace.numbers[rank]} loses {lost_s * 1e3:.4g} ms to kernels that communicate: they hold SMs"

@@ -118,6 +118,33 @@ def test_nothing_is_held_of_what_a_grid_still_fills() -> None:
     assert ends == {"hold 1": 8, "grid": 10, "next": pytest.approx(10 + 4 / 0.76)}
 
 
+@pytest.mark.parametrize(
+    ("late", "held", "until", "ends"), [(0.1, 4, 2, 3.8), (0.1, 4, 9, 4.2), (0.2, 9, 9, 6), (0.1, 0, 0, 3)]
+)
+def test_late_blocks_of_a_persistent_grid_run_behind_the_others(
+    late: float, held: float, until: float, ends: float
+) -> None:
+    """10 blocks of 3 s on 10 SMs, a tenth of the wait later for each SM that is held: 4 of these until 2 cost 0.8 s, as
+    long as the others run 1.2 s; at most all 3 s. What follows begins behind the late ones.
+    """
+    machine = Machine(10)
+    if held:
+        machine.hold(0, held, at=0, until=until)
+    machine.start("grid", (Flow(3, ((0, 10),), fills=0, late=late), Flow(1, ())), at=1e-9)
+    assert machine.run()["grid"] == pytest.approx(ends + 1)
+
+
+def test_late_blocks_leave_their_turn_to_what_waits_for_sms() -> None:
+    """Of a grid of 3 s on 10 SMs of which 5 are held until 2; 5 more are asked for at 1, and there at 3, when late
+    blocks begin, for 2 * 5 * 0.1 = 1 s.
+    """
+    machine = Machine(10)
+    machine.hold(0, 5, at=0, until=2)
+    machine.hold(0, 5, at=1, until=9)
+    machine.start("grid", (Flow(3, ((0, 10),), fills=0, late=0.1),), at=1e-9)
+    assert machine.run() == pytest.approx({"hold 0": 0, "hold 1": 3, "grid": 4})
+
+
 def test_holds_wait_in_turn_and_leave_something() -> None:
     """Of 100, 60 are held from 0 to 5; 60 more have to wait until then; 30 that come later wait behind them."""
     machine = Machine(100)
