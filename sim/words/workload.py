@@ -245,7 +245,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise unknown("data type", self.dtype, FLOATS, "`dtype`")
         if self.scope == "attention" and self.layers != 1:
             raise InputError(f"{self.layers} layers: the scope attention plays one; set `layers` 1, or `scope` layer")
-        if self.padding >= self.seq or (self.padding and self.mask != "causal"):
+        if not 0 <= self.padding < self.seq or (self.padding and self.mask != "causal"):
             raise InputError(
                 f"{self.padding} tokens of padding in {self.seq} under mask {self.mask}: under a causal mask the last "
                 f"tokens may be padding, since no other sees them; set `mask` causal, or a `seq` that divides"

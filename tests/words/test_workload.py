@@ -51,6 +51,13 @@ def test_absurd_workloads(field: str, value: int) -> None:
         Workload(**fields)
 
 
+@pytest.mark.parametrize("padding", [-1, 1024])
+def test_no_more_and_no_less_padding_than_tokens(padding: int) -> None:
+    """With -1 the sequence would have a token more than it is long."""
+    with pytest.raises(InputError, match=f"{padding} tokens of padding in 1024"):
+        Workload(model=load_model("tiny"), seq=1024, padding=padding)
+
+
 @pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "/", "\0", "x" * 5000, "\ud800"])
 @pytest.mark.parametrize("suffix", ["", ".toml", ".json"])
 def test_files_that_are_none(name: str, suffix: str) -> None:
