@@ -20,7 +20,8 @@ _STEP = longstep.Setup(
          "schedule.pipeline_layers": ",".join(["7", *["8"] * 14, "7"])},
     yes=True,
 )  # fmt: skip
-"""As in arXiv:2407.21783 §3.3.2: a layer less in the first and the last stage. Its ranks are many, few are written."""
+"""The first and the last stage have a layer less, as in arXiv:2407.21783 §3.3.2, from memory. Its ranks are many, few
+are written."""
 _SEQUENCES = 2048
 _REPLICAS = (4, 8, 16, 32, 64, 128)
 _WAITS: tuple[PartName, ...] = ("communication", "synchronisation")

@@ -69,7 +69,7 @@ typedef struct { i32 after, first, last, missing, resumes, launching; f64 since_
  * streams that wait for its end; launching: the stream whose kernel begins behind it; missing: transfers to come; resumes: whether its stream waits for them; arrivals: the last of those that
  * have come */
 typedef struct { i32 activity, phase, node, nodes, fills, lacks, mark, room, next_spare; i64 number, timer; f64 left_s, speed, last_s, found, late, held_s; Worlds lefts, speeds, lasts, founds, dues, helds; } Running;
-/* lacks: a resource of which less was free than it demands, or -1; held_s: for how long some had been held by then */
+/* lacks: whether less was free of what it fills than it demands; held_s: for how long some had been held by then */
 typedef struct { i32 resource, user, before, after; f64 amount; const Worlds *amounts; } Node;
 typedef struct { i32 first, last, users, fillers, queue, queue_end, mark, rising; u8 dirty, tight; f64 load, limit, held, left, asked, holding_s, since_s; Worlds lefts, askeds, filled, freed, grants, holdings, sinces; } Resource;
 /* filled, freed: when something last began to fill it, and ended that; grants: the last hold; holding_s: for how long
@@ -228,7 +228,7 @@ static f64 held_for(const State *s, const Resource *r, Worlds *theirs) {
 
 static void start_flow(State *s, i32 u, const Phase *p, f64 factor) {
     Running *x = RUNNING(s, u);
-    x->late = p->late; x->lacks = -1;
+    x->late = p->late; x->lacks = 0;
     x->number = ++s->created;
     x->left_s = p->seconds * factor; x->speed = 0.0; x->last_s = s->now; x->timer = -1;
     EACH(k) {
@@ -250,11 +250,11 @@ static void start_flow(State *s, i32 u, const Phase *p, f64 factor) {
         i32 number = located(s, u, d->resource);
         Resource *r = &s->resources[number];
         f64 amount = d->amount;
-        if (p->late > 0 && amount > free_of(s, number)) {
+        if (p->late > 0 && number == x->fills && amount > free_of(s, number)) {
             x->late *= amount - free_of(s, number);
             if (x->late > 1.0) x->late = 1.0;
             amount = free_of(s, number);
-            x->lacks = number;
+            x->lacks = 1;
             x->held_s = held_for(s, r, &x->helds);
         }
         s->nodes[at] = (Node){number, u, r->last, -1, amount, WORLDS ? &s->costs->amounts[d - s->costs->demands] : 0};
@@ -326,9 +326,9 @@ static void finish(State *s, i32 u) {
         r->load -= n->amount;
     }
     if (x->fills >= 0) { s->resources[x->fills].fillers--; s->resources[x->fills].freed = s->nows; serve(s, x->fills); }
-    if (x->lacks < 0) { run_on(s, u); return; }
+    if (!x->lacks) { run_on(s, u); return; }
     Worlds helds;
-    f64 held_s = held_for(s, &s->resources[x->lacks], &helds) - x->held_s;
+    f64 held_s = held_for(s, &s->resources[x->fills], &helds) - x->held_s;
     EACH(k) {
         f64 theirs = helds.of[k] - x->helds.of[k];
         x->dues.of[k] = s->nows.of[k] + (theirs > 0 ? theirs : 0.0) * x->late;

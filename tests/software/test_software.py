@@ -215,3 +215,12 @@ def test_versions_of_torch_that_decide_nothing_are_refused(fields: dict[str, Any
     setup = Setup(model="llama3-8b", cluster="hgx-h100", seq="8K", gpus=2, software="nanotron")
     with pytest.raises(InputError, match=re.escape(message)):
         setup.replace(**fields).resolved()
+
+
+@pytest.mark.parametrize(("overlap", "leave"), [("chunks", True), ("gradients", False), ("none", False)])
+def test_products_in_chunks_leave_sms_to_what_is_sent(overlap: str, *, leave: bool) -> None:
+    """Elsewhere those on Hopper are persistent grids, whose blocks wait for SMs."""
+    step = {"schedule.tp_overlap": overlap}
+    found = Setup("single", model="tiny", seq="1K", gpus=2, tp_degree=2, scope="step", set=step).resolved()
+    assert found.profile is not None
+    assert (not found.profile.persistent) is leave

@@ -28,14 +28,14 @@ _SAME = 1.0 + 1e-12
 class _Running:
     """A flow under way; ``then`` is called at its end, of which ``timer`` tells."""
 
-    __slots__ = ("fills", "lacks", "last_s", "late", "left_s", "number", "speed", "then", "timer", "uses")
+    __slots__ = ("fills", "held_s", "last_s", "late", "left_s", "number", "speed", "then", "timer", "uses")
 
     def __init__(self, number: int, flow: Flow, then: Then, now: float) -> None:
         self.number = number
         self.uses = flow.demands
         self.fills = flow.fills
         self.late = flow.late
-        self.lacks: tuple[int, float] | None = None  # a resource, and for how long some of it had been held by then
+        self.held_s: float | None = None  # if less is free of what it fills: how long that had been held by then
         self.left_s = flow.seconds
         self.speed = 0.0
         self.last_s = now
@@ -145,12 +145,13 @@ class Network:
             self._set_speed(running, 1.0)
 
     def _take_free(self, running: _Running) -> None:
-        """Let a flow demand no more than is free, and note what it lacks."""
-        for resource, amount in running.uses:
-            if amount > self._free(resource):
-                running.lacks = (resource, self._held_for(resource))
-                running.late = min(running.late * (amount - self._free(resource)), 1.0)
-        running.uses = tuple((resource, min(amount, self._free(resource))) for resource, amount in running.uses)
+        """Let a flow demand no more of what it fills than is free, and note what it lacks."""
+        filled, free = running.fills, self._free(running.fills)
+        amount = dict(running.uses)[filled]
+        if amount > free:
+            running.held_s = self._held_for(filled)
+            running.late = min(running.late * (amount - free), 1.0)
+            running.uses = tuple((one, free if one == filled else given) for one, given in running.uses)
 
     def _held_for(self, resource: int) -> float:
         """Return for how long something of a resource has been held up to now."""
@@ -173,9 +174,8 @@ class Network:
         if running.fills >= 0:
             self._fillers[running.fills] -= 1
             self._serve(running.fills)
-        if running.lacks:
-            resource, held_s = running.lacks
-            self._clock.after((self._held_for(resource) - held_s) * running.late, running.then)
+        if running.held_s is not None:
+            self._clock.after((self._held_for(running.fills) - running.held_s) * running.late, running.then)
         else:
             running.then()
 

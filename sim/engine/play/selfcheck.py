@@ -1,4 +1,4 @@
-"""What the native library has to pass before it is kept: eleven small schedules, played equally by both engines."""
+"""What the native library has to pass before it is kept: twelve small schedules, played equally by both engines."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sim.engine.play.lowered import Lowered, Times
 from sim.native.library import UnavailableError
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import check
+from sim.words.profile import load_profile
 from sim.words.workload import Scope, Workload, load_model
 from topology.cluster import Cluster, load_cluster
 
@@ -30,6 +31,11 @@ class _Cell(NamedTuple):
     scope: Scope = "attention"
     options: dict[str, str] = {}  # noqa: RUF012 - never written to
     stretched: bool = False
+    profile: str = ""
+    """Datasheets' rates where there is none."""
+    model: str = "tiny"
+    tokens: int = 64
+    """Of a rank."""
 
 
 _CELLS = (
@@ -44,6 +50,7 @@ _CELLS = (
     _Cell("upipe", 2, "host", "layer"),
     _Cell("zigzag", 4, "hgx-h100", "layer", {"activations": "host"}, stretched=True),
     _Cell("ring", 2, "hgx-h100", "step", {"optimiser": "host"}, stretched=True),
+    _Cell("allgather", 8, "hgx-h100", "layer", profile="h100-sxm", model="llama3-8b", tokens=1024),
 )
 
 
@@ -56,7 +63,10 @@ def require_equal(play: Player) -> None:
 
 def _equal(play: Player, cell: _Cell) -> bool:
     workload = Workload(
-        model=load_model("tiny"), seq=64 * cell.ranks, scope=cell.scope, layers=1 + (cell.scope == "layer")
+        model=load_model(cell.model),
+        seq=cell.tokens * cell.ranks,
+        scope=cell.scope,
+        layers=1 + (cell.scope == "layer"),
     )
     entry, spec = SCHEDULES[cell.schedule], load_cluster(cell.cluster)
     if spec.nic:
@@ -65,6 +75,6 @@ def _equal(play: Player, cell: _Cell) -> bool:
     checked = check(entry.schedule(workload, entry.mesh(cell.ranks, workload.model), options))
     cluster, lowered = Cluster(spec), Lowered(checked)
     stretch = 1 + np.arange(lowered.num_ops) % 7 / 50 if cell.stretched else None
-    cost = CostModel(cluster, None)
+    cost = CostModel(cluster, load_profile(cell.profile) if cell.profile else None)
     found = play(lowered, cluster, cost, stretch)
     return all(map(np.array_equal, found, reference.play(checked, cluster, cost, stretch)))
