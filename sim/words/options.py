@@ -162,10 +162,11 @@ class LayerOptions:
     pipeline_layers: str = ""
     """How many layers each chunk has, in the order of the model, as 15,16,16,15, or as many each. The first one has the
     embedding, too, and the last one the head and the loss."""
-    host_waits: Literal["never", "micro-batch"] = "never"
+    host_waits: Literal["never", "micro-batch", "messages"] = "never"
     """Whether the host waits before each further micro-batch for all that it has issued, as where inputs are brought by
     a blocking copy (nanotron 0.4 dataloader.py, sanity_check_dataloader) or a loss is looked at (transformers 4.57.6
-    trainer.py, logging_nan_inf_filter), or runs ahead of the GPU all through a step."""
+    trainer.py, logging_nan_inf_filter), or runs ahead of the GPU all through a step. With messages it also waits for
+    each one between stages, as where a header says what comes (nanotron 0.4 parallel/pipeline_parallel/p2p.py)."""
     sync: Literal["every", "last"] = "every"
     """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
     and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are

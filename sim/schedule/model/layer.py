@@ -368,7 +368,7 @@ class _Ranks:
         b.workload = workload
         borders = stages.borders(b, shared, self.blocks[0][0].x)
         chunks = self._chunks(b, shared, params, layers, borders)
-        waits, come = options.host_waits == "micro-batch", borders.come
+        waits, come = options.host_waits != "never", borders.come
         writer = StepWriter(b, chunks, tuple(writers), params, options.micro_batches, waits, options.rotary_table, come)
         return writer.program(stages.items(stage))
 

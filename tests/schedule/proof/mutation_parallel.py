@@ -196,7 +196,7 @@ def drawn_pipeline(draw: Random) -> tuple[str, Checked]:
         "zero_stage": draw.choice((0, 1, 2, 3)),
         "sync": draw.choice(("every", "last")),
         "loss": draw.choice(("whole", "chunked", "torch")),
-        "host_waits": draw.choice(("never", "micro-batch")),
+        "host_waits": draw.choice(("never", "micro-batch", "messages")),
         "activations": draw.choice(("hbm", "hbm", "save-on-cpu")),
         "products": draw.choice(("apart", "joined")),
         **_beside(draw),
