@@ -188,6 +188,21 @@ class LayerOptions:
         """Whether copy engines move the tokens of one member at a time beside products of others."""
         return self.tp_sequence and self.tp_overlap == "chunks"
 
+    @property
+    def sums_late(self) -> bool:
+        """Whether gradients are summed over ranks when all units have theirs."""
+        return self.sync == "every" and (self.zero_stage == 1 or (self.zero_stage == 0 and self.micro_batches > 1))
+
+    @property
+    def adds_whole(self) -> bool:
+        """Whether whole gradients of micro-batches add up before they are summed over ranks, unit by unit."""
+        return self.sync == "last" and (self.micro_batches > 1 or self.accumulate != "copies")
+
+    @property
+    def sums_whole(self) -> bool:
+        """Whether gradients are summed over ranks once a step, those over tensor-parallel groups, too."""
+        return self.sums_late or self.adds_whole
+
     def of_scope(self, scope: str, tp: int = 1) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one, and those of tensor parallelism only
         where so many ranks have shares of weights; raises InputError for one of a step that is set at another scope.

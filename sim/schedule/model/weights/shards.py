@@ -12,7 +12,7 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
 from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, trained, units, updated
 from sim.schedule.model.tensor.group import alike_of
-from sim.schedule.model.weights.params import summed_over_group_bytes
+from sim.schedule.model.weights.params import summed_over_group
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype
@@ -96,7 +96,8 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions, copies: i
     layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
     where they are sharded. Gradients are summed for each micro-batch from stage 2 on, below it and with sync=last once.
     Frozen weights are gathered at stage 3 alone, and have none. Where two stages have copies of weights, each copy is
-    passed by half of the micro-batches, and those of both halves meet in one sum.
+    passed by half of the micro-batches, and those of both halves meet in one sum. Norms of a tensor-parallel group are
+    summed over it as often as gradients over ranks.
     """
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
@@ -118,9 +119,12 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions, copies: i
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     squared = mesh.pp // copies * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
-    of_group = summed_over_group_bytes(workload, mesh.tp, sequence=options.tp_sequence)
+    norms, others = summed_over_group(workload, mesh.tp, sequence=options.tp_sequence)
+    of_group = options.micro_batches * own * (others if options.sums_whole else norms + others)
+    if options.sums_whole:
+        of_group += copies * norms * (wide if options.micro_batches > 1 else on_wire)
     of_weights = groups * (ranks - 1) * (gathered * own + summed) + across + _of_ends(workload, mesh, options)
-    return mesh.tp * of_weights + squares + alike * options.micro_batches * of_group
+    return mesh.tp * of_weights + squares + alike * of_group
 
 
 def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
