@@ -114,7 +114,7 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions, copies: i
         if stage == 3 or (stage and not unit.frozen):
             gathered += gathers * size * (2 if stage == 3 and unit.name in {LAYER, ADAPTERS} else 1)
     to_owners = _squares_parts(options)
-    summed = sums * total * on_wire * (1 if to_owners else 2)
+    summed = sums * total * on_wire * (1 if to_owners and not options.cuts_sums else 2)
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     squared = mesh.pp // copies * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
@@ -133,7 +133,7 @@ def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     size = Share(workload.model, 0, mesh.tp).size(roots[0].flat)
     of_stage = mesh.size // mesh.pp // mesh.tp
     copies = of_stage if not _squares_parts(options) else mesh.dp if options.shards == "replica" else 1
-    narrow = options.reduce == "model" and options.micro_batches == 1
+    narrow = options.reduce == "model" and (options.micro_batches == 1 or options.adds_narrow)
     return 2 * copies * size * DTYPE_BYTES[workload.dtype if narrow else accumulation_dtype(workload.dtype)]
 
 
