@@ -299,7 +299,7 @@ class _Ranks:
         mesh, options, at = self.mesh, self.options, self._positions.get(rank, 0)
         member = mesh.place(rank)["tp"]
         owned = self._owning(member).kind(at) if self.workload.scope == "step" else ()
-        of_all = at if options.reduce_to == "all" else 0
+        of_all = at if options.reduce_to == "all" or options.cuts_sums else 0
         return owned, of_all, member if options.begins_with_own else 0, self._num_tokens(mesh.role(rank))
 
     @cached_property

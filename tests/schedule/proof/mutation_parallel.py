@@ -146,7 +146,11 @@ OF_STEPS: dict[str, tuple[Any, ...]] = {
     "checkpoint": ("full", "whole", "none", "attention"),
     "shards": ("all", "replica"),
     "accumulate": ("copies", "copies", "in-place", "in-products"),
+    "accumulate_in": ("fp32", "model"),
+    "reduce": ("fp32", "fp32", "model"),
     "reduce_to": ("owner", "owner", "all"),
+    "reduce_by": ("reduce-scatter", "all-reduce"),
+    "backward_prefetch": ("ahead", "never"),
     "gather": ("units", "units", "all"),
     "optimiser": ("gpu", "gpu", "host"),
 }

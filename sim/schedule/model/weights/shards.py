@@ -115,14 +115,14 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions, copies: i
         if stage == 3 or (stage and not unit.frozen):
             gathered += gathers * size * (2 if stage == 3 and unit.name in {LAYER, ADAPTERS} else 1)
     to_owners = _squares_parts(options)
-    summed = sums * total * on_wire * (1 if to_owners else 2)
+    summed = sums * total * on_wire * (1 if to_owners and not options.cuts_sums else 2)
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     squared = mesh.pp // copies * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
     norms, others = summed_over_group(workload, mesh.tp, sequence=options.tp_sequence)
     of_group = options.micro_batches * own * (others if options.sums_whole else norms + others)
     if options.sums_whole:
-        of_group += copies * norms * (wide if options.micro_batches > 1 else on_wire)
+        of_group += copies * norms * _added_bytes(workload, options)
     of_weights = groups * (ranks - 1) * (gathered * own + summed) + across + _of_ends(workload, mesh, options)
     return mesh.tp * of_weights + squares + alike * of_group
 
@@ -137,8 +137,13 @@ def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     size = Share(workload.model, 0, mesh.tp).size(roots[0].flat)
     of_stage = mesh.size // mesh.pp // mesh.tp
     copies = of_stage if not _squares_parts(options) else mesh.dp if options.shards == "replica" else 1
-    narrow = options.reduce == "model" and options.micro_batches == 1
-    return 2 * copies * size * DTYPE_BYTES[workload.dtype if narrow else accumulation_dtype(workload.dtype)]
+    return 2 * copies * size * _added_bytes(workload, options)
+
+
+def _added_bytes(workload: Workload, options: LayerOptions) -> int:
+    """Return the bytes of an element of gradients of all micro-batches of a rank."""
+    narrow = options.reduce == "model" and (options.micro_batches == 1 or options.adds_narrow)
+    return DTYPE_BYTES[workload.dtype if narrow else accumulation_dtype(workload.dtype)]
 
 
 def part_of(size: int, parts: int) -> int:

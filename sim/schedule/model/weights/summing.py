@@ -29,7 +29,10 @@ class Summing:
     DDP's no_sync (torch/nn/parallel/distributed.py), which nanotron leaves for the last one alone (0.4
     parallel/pipeline_parallel/engine.py, _get_bwd_context).
 
-    With reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
+    With accumulate_in=model whole gradients of micro-batches are added as they are to those of the first one.
+
+    With reduce_by=all-reduce stages 1 and 2 sum by an all-reduce, of which each rank copies what it owns. With
+    reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
     accumulate=in-place or in-products a unit's gradients are added, as they are, to a buffer that a step begins with as
     zeros and holds to its end. With bucket_mb and in-place those of the last backward pass go through buckets in the
     model's data type, which stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron
@@ -55,6 +58,8 @@ class Summing:
         self._to_come = dict.fromkeys(owned.trained, owned.visits)
         """Of how many micro-batches a unit still lacks gradients."""
         self._sums_late, self._adds_whole, self._sums_whole = options.sums_late, options.adds_whole, options.sums_whole
+        self._adds_direct = options.adds_narrow and options.sums_whole
+        """Whether those of further micro-batches are added, as they are, to those of the first one."""
         self._in_place: dict[Unit, View] = {}
         """The buffer to which all gradients of a unit are added, where there is one from step to step."""
         self._filled: list[View] = []
@@ -89,6 +94,8 @@ class Summing:
             made = self._b.buffer(f"buckets of {unit.name}", "i", flat.shape, self._b.workload.dtype, "communication")
             self._filled.append(made)
             return flat, made
+        if self._adds_direct and unit in self._summed:
+            return (self._summed[unit],)
         if self._owned.stage < 2 or not self._owned.shards.gradients or (self._adds_whole and unit not in self._summed):
             return ()
         if unit.name not in self._packed:
@@ -128,7 +135,10 @@ class Summing:
         if self._owned.shards.has_both_ends(unit):
             made |= {d(weight): self._none_of(weight) for weight in unit.weights if d(weight) not in made}
         gradients = tuple([made[d(weight)] for weight in unit.weights])
-        if self._in_place:
+        if self._adds_direct and unit in self._summed:
+            (flat,) = room
+            b.add(Pack(label=f"add gradients of {unit.name}", gradients=gradients, flat=flat[:size], adds=True))
+        elif self._in_place:
             flat, *buckets = room
             label, into = f"add gradients of {unit.name}", flat[:size]
             for bucket in buckets:
@@ -160,12 +170,13 @@ class Summing:
             if self._sums_whole and b.share.is_norm(weight) and not self._lacks_norms(unit):
                 self._sum_over_group(weight, flat[start:stop])
         own = flat
-        if gradients and self._owned.stage and not self._to_all:
+        if gradients and self._owned.stage and not self._to_all and not self._owned.options.cuts_sums:
             own, sends = b.new(self._gradient(unit), self._owned.each(unit.flat)), Split(flat, 0, self._owned.num_parts)
             b.add(ReduceScatter(label=f"reduce {unit.name}", communicator=gradients.name, sends=sends, recv=own))
         elif gradients:
             for bucket in self._buckets(unit, flat):
                 b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=bucket))
+            own = self._cut(unit, flat) if self._owned.options.cuts_sums else flat
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
         return self._own_part(unit, own)
@@ -179,6 +190,13 @@ class Summing:
         """Return whether this stage has the first one of both ends of the model, whose norm is at the last one."""
         shards = self._owned.shards
         return bool(shards.ends and shards.has_both_ends(unit) and not shards.ends.position(self._b.rank))
+
+    def _cut(self, unit: Unit, summed: View) -> View:
+        """Append what copies of a gradient that all ranks have what this one owns; return that, padding included."""
+        each, at = self._owned.each(unit.flat), self._owned.position
+        own = self._b.new(self._gradient(unit), each)
+        self._b.copy(summed[at * each : (at + 1) * each], own, f"take own part of {unit.name}")
+        return own
 
     def _buckets(self, unit: Unit, flat: View) -> list[View]:
         """Return the parts of a gradient that an all-reduce each sums, in this order, padding with the first."""
@@ -230,12 +248,13 @@ class Summing:
     def _take(self, unit: Unit, gradient: View) -> None:
         """Append what adds a gradient to those of earlier micro-batches, where that is still to do."""
         b, several = self._b, self._owned.options.micro_batches > 1
-        if self._in_place:
+        if self._in_place or (self._adds_direct and unit in self._summed):
             self._summed[unit] = gradient
         elif unit in self._summed:
             b.call(f"add {unit.name}", unit.layer, partial(self._added, unit), gradient, self._summed[unit])
         else:
-            self._summed[unit] = self._cast(gradient, b.sum_dtype) if several else gradient
+            cast = several and not self._owned.options.adds_narrow
+            self._summed[unit] = self._cast(gradient, b.sum_dtype) if cast else gradient
 
     def _added(self, unit: Unit, gradient: View, into: View) -> None:
         self._b.add(Accumulate(label=f"add gradients of {unit.name}", source=gradient, into=into))
