@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import tomllib
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -48,6 +50,16 @@ def test_a_set_says_nothing_of_itself() -> None:
     both = learned(one=[0.1] * LEAST, other=[0.2] * LEAST)
     assert both.without("other").reach("links") == (0.0, 0.1)
     assert both.without("one").without("other").reach("links") is NOTHING.reach("links") is None
+
+
+def test_every_case_file_has_been_heard() -> None:
+    """As many steps as it says; the next test reads them, and records, as ``evaluate`` does."""
+    counts = {one.title: sum(map(len, one.of.values())) for one in shipped().sets}
+    for file in sorted(Path("experiments/published").glob("*.toml")):
+        said = tomllib.loads(file.read_text())
+        steps = [case for group in said.get("group", []) for case in group["cases"] if "measure" not in case]
+        if said["profile"] != DATASHEET and steps:
+            assert counts[said["title"]] == len(steps), file.name
 
 
 @pytest.mark.slow
