@@ -75,6 +75,9 @@ class AbstractMemory:
     def _found(self, number: int, slices: Slices) -> list[Piece]:
         box = _box(self._buffers[number], slices)
         back = tuple([-start for start, _ in box])
+        for piece in self._pieces[number]:
+            if piece.box == box:  # most; pieces share nothing
+                return [piece.moved(back)]  # type: ignore[arg-type]
         found = [piece.clipped(box) for piece in self._pieces[number]]
         pieces = [piece.moved(back) for piece in found if piece is not None]  # type: ignore[arg-type]
         if sum([volume(piece.box) for piece in pieces]) != volume(box):
@@ -128,9 +131,9 @@ class AbstractMemory:
             self._put(number, pieces, full=True)
             return
         box = self._box[number] if whole else _box(buffer, view.slices)
-        bounds: Box = tuple([(0, stop - start) for start, stop in box])  # type: ignore[assignment]
-        inside = all(piece.clipped(bounds) is piece for piece in pieces)
-        if not inside or sum([volume(piece.box) for piece in pieces]) != volume(box):
+        if not whole and len(pieces) == 1 and self._replaced(number, box, pieces[0]):
+            return
+        if not _fill(tuple([piece.box for piece in pieces]), box):
             raise ScheduleError(
                 f"writes {brief(pieces[0].content)} to buffer {buffer.name!r} of dims {buffer.dims!r} and shape "
                 f"{buffer.shape}"
@@ -143,6 +146,18 @@ class AbstractMemory:
         written = coalesced(kept + [piece.moved(by) for piece in pieces])  # type: ignore[arg-type]
         full = self._full[number] or sum([volume(piece.box) for piece in written]) == volume(self._box[number])
         self._put(number, written, full=full)
+
+    def _replaced(self, number: int, box: Box, piece: Piece) -> bool:
+        """Put a piece in place of the one that has filled a box, if one has: what else there is stays where it is."""
+        held = self._pieces[number]
+        for at, other in enumerate(held):
+            if other.box == box:
+                moved = piece.moved(tuple([start for start, _ in box]))  # type: ignore[arg-type]
+                if moved.box != box:
+                    return False
+                self._put(number, coalesced([*held[:at], moved, *held[at + 1 :]]), full=self._full[number])
+                return True
+        return False
 
     def copy(self, target: View, other: AbstractMemory, source: View) -> None:
         """Put what a view of another memory, or of this one, holds in place of what was there."""
@@ -163,6 +178,14 @@ class AbstractMemory:
 def _along(axis: int, by: int) -> tuple[int, int, int, int]:
     """Return a move along one axis."""
     return tuple([by if number == axis else 0 for number in range(4)])  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=4096)
+def _fill(boxes: tuple[Box, ...], box: Box) -> bool:
+    """Return whether boxes that share nothing, in coordinates of another one, are all of that."""
+    extents = [stop - start for start, stop in box]
+    inside = all(low >= 0 and high <= extent for one in boxes for (low, high), extent in zip(one, extents, strict=True))
+    return inside and sum(map(volume, boxes)) == volume(box)
 
 
 @lru_cache(maxsize=65536)

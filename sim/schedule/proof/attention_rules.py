@@ -239,13 +239,14 @@ class AttentionRules(NamedTuple):
         its key/value head, of the query head that meets each first; checks that the heads belong together and that the
         band keeps just what the mask keeps.
         """
+        heads = {key.box[HEADS] for key in block.k}
         for number, whole in enumerate(block.q):
             k, locals_ = block.met_by(number)
             if whole.content.tensor != "q":
                 raise ScheduleError(f"{brief(whole.content)} used as queries")
             low, high = whole.box[HEADS]
-            cuts = {low, high} | {ratio * edge for key in block.k for edge in key.box[HEADS]}
-            edges = sorted(cut for cut in cuts if low <= cut <= high)
+            cuts = {low, high}.union(*[(ratio * first, ratio * last) for first, last in heads])
+            edges = [low, high] if len(cuts) == 2 else sorted(cut for cut in cuts if low <= cut <= high)
             for first, last in pairwise(edges):
                 piece = whole.clipped(replaced(whole.box, HEADS, (first, last)))
                 assert piece is not None
