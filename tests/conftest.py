@@ -19,6 +19,7 @@ import pytest
 from sim.engine.play import native
 from sim.engine.results import worlds
 from sim.native.library import UnavailableError, load
+from sim.schedule.proof import remembered
 
 if TYPE_CHECKING:
     from runtime.processes.launch import Session
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 # Small tensors in several threads are no faster, and many times slower where something else runs on the machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What a test proves it proves by the code that it tests, and leaves nothing to others; so do processes that it starts.
+# What a session proves it proves by the code that it tests, and leaves nothing to others. So does a process it starts.
 os.environ["LONGSTEP_PROOFS"] = "off"
 
 SERVED = ("serving", "test_serve_browser", "test_serve_guard", "test_serve_server")
@@ -58,17 +59,21 @@ EXECUTING = {"experiments.evidence.executed.execution.execute"}
 """Doctests that start processes: they cannot say so themselves."""
 
 SEARCHING = {
-    "sim.compare.crossover.crossover",
     "sim.compare.winners.winners",
+    "sim.plan.reverse.fewest_gpus",
+}
+"""Doctests of what plays many configurations."""
+
+AGAIN = {
+    "sim.compare.crossover.crossover",
     "sim.explain.explain.explain",
     "sim.explain.screen.Explanation",
     "sim.plan.answer.Answer",
     "sim.plan.plan.plan",
     "sim.plan.reverse.cheapest",
-    "sim.plan.reverse.fewest_gpus",
     "sim.plan.reverse.longest_context",
 }
-"""Doctests of what plays many configurations."""
+"""Doctests of what others search by, or show."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
@@ -76,8 +81,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.name in EXECUTING:
             item.add_marker(pytest.mark.gloo)
-        if item.name in SEARCHING:
+        if item.name in SEARCHING | AGAIN:
             item.add_marker(pytest.mark.sweep)
+        if item.name in AGAIN:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +102,20 @@ def compiled() -> None:
         native.library()
         for most in worlds.SIZES:
             worlds.library(most)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def proved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prove what is predicted or played once in a session, whose workers share what they have proved.
+
+    A schedule is known by all that its proof depends on, so one that differs in anything is proved. ``check`` itself
+    always proves.
+    """
+    own = tmp_path_factory.getbasetemp()
+    file = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "proved"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remembered, "_path", lambda: file)
+        yield
 
 
 @pytest.fixture(autouse=True)

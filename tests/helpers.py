@@ -17,7 +17,8 @@ from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.methods.hints import Hints
-from sim.schedule.proof.check import Checked, check
+from sim.schedule.proof.check import Checked
+from sim.schedule.proof.remembered import check_once
 from sim.words.mesh import AXES, Axis, Mesh
 from sim.words.workload import ModelSpec, Workload
 from topology.specs import ClusterSpec, GpuSpec, HbmSpec, LinkSpec
@@ -183,7 +184,7 @@ def is_refused(name: str, workload: Workload, ranks: int) -> bool:
 def make_checked(name: str, workload: Workload, ranks: int) -> Checked:
     """Return a proved schedule of the catalog, or a variant."""
     variant = (VARIANTS | OFFLOADED)[name]
-    return check(variant.build(workload, variant.mesh(ranks, workload.model)))
+    return check_once(variant.build(workload, variant.mesh(ranks, workload.model)))
 
 
 def checked_or_refused(name: str, workload: Workload, ranks: int) -> Checked | None:

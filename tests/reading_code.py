@@ -40,8 +40,9 @@ def _uses_in(path: Path) -> Iterator[Use]:
     imported = dict(_imported(tree))
     for function, part in _parts(tree.body):
         where = f"{path.relative_to(ROOT)}{function and ':'}{function}"
-        called = {id(node.func) for node in ast.walk(part) if isinstance(node, ast.Call)}
-        for node in ast.walk(part):
+        nodes = list(ast.walk(part))
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
             name = _named(node, imported)
             if name and (not name.startswith(".") or id(node) in called):
                 yield Use(where, name)

@@ -119,17 +119,28 @@ class LayerOptions:
     (HSDP)."""
     prefetch: int = 1
     """Layers whose weights are gathered ahead at stage 3."""
+    backward_prefetch: Literal["ahead", "never"] = "ahead"
+    """Whether weights are gathered as far ahead in backward passes, too; or each layer's when its turn comes, behind
+    the sum of gradients of the one before, as FSDP1's without a backward_prefetch: Hugging Face's Trainer and
+    accelerate set none unless they are told (transformers 4.57.6 training_args.py, accelerate 1.15
+    utils/dataclasses.py: NO_PREFETCH)."""
     weight_communicators: Literal["one", "two"] = "one"
     """Whether weights are gathered and their gradients summed through one communicator, which takes one collective at a
     time, in the order in which they are issued, or through one each. Torch's FSDP2 has one unless
     set_separate_reduce_scatter_group is called (pytorch PRs 177098, 177015), Megatron-FSDP without
-    --create-all-gather-group (Megatron-LM PR 2663) and DeepSpeed likewise; FSDP1 has two (pytorch PR 70235)."""
+    --create-all-gather-group (Megatron-LM PR 2663) and DeepSpeed likewise; so has FSDP1 (torch 2.13
+    distributed/fsdp/_runtime_utils.py, _reduce_grad, and _flat_param.py, _all_gather_flat_param), after two since
+    pytorch PR 70235."""
     reduce: Literal["fp32", "model"] = "fp32"
     """Data type in which gradients of weights are summed over ranks in a training step."""
     reduce_to: Literal["owner", "all"] = "owner"
     """Which ranks get the sum of a gradient at stage 1: the one that updates with it, by a reduce-scatter, or all, by
     an all-reduce, of which each takes what it owns and finds the norm by itself, as nanotron does it (0.4 trainer.py,
     training_step: reduce_scatter=False)."""
+    reduce_by: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter"
+    """By what owners get their part of a sum at stages 1 and 2: a reduce-scatter; or an all-reduce, of which each
+    copies what it owns, as DeepSpeed's use_multi_rank_bucket_allreduce has it (0.19.8 runtime/zero/config.py, where it
+    is on, and stage_1_and_2.py, allreduce_and_scatter). At stage 3 it is a reduce-scatter in any case."""
     bucket_mb: int = 0
     """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
     so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
@@ -162,10 +173,11 @@ class LayerOptions:
     pipeline_layers: str = ""
     """How many layers each chunk has, in the order of the model, as 15,16,16,15, or as many each. The first one has the
     embedding, too, and the last one the head and the loss."""
-    host_waits: Literal["never", "micro-batch"] = "never"
+    host_waits: Literal["never", "micro-batch", "messages"] = "never"
     """Whether the host waits before each further micro-batch for all that it has issued, as where inputs are brought by
     a blocking copy (nanotron 0.4 dataloader.py, sanity_check_dataloader) or a loss is looked at (transformers 4.57.6
-    trainer.py, logging_nan_inf_filter), or runs ahead of the GPU all through a step."""
+    trainer.py, logging_nan_inf_filter), or runs ahead of the GPU all through a step. With messages it also waits for
+    each one between stages, as where a header says what comes (nanotron 0.4 parallel/pipeline_parallel/p2p.py)."""
     sync: Literal["every", "last"] = "every"
     """Whether gradients of every micro-batch are summed over ranks at stages 2 and 3, or whole ones add up on each rank
     and are summed with the last one (no_sync), each unit's beside the backward pass of the next. Below stage 2 they are
@@ -177,6 +189,22 @@ class LayerOptions:
     products that make them (in-products), as Megatron-LM's main_grad (megatron-core 0.16.1 tensor_parallel/layers.py,
     gradient_accumulation_fusion): no kernel of its own adds them, but that of an embedding."""
 
+    accumulate_in: Literal["fp32", "model"] = "fp32"
+    """Data type in which copies add up: fp32, or that of the model where ranks sum in it, too (reduce=model). So are
+    gradients of FSDP's whole weights, where it casts to that type what it sums (torch 2.13 distributed/fsdp/
+    _fully_shard/_fsdp_param.py, to_accumulated_grad_if_needed), and DeepSpeed's, where no grad_accum_dtype is set
+    (0.19.8 runtime/engine.py, get_data_types). Whole ones are then added as they are, without a copy."""
+
+    @property
+    def adds_narrow(self) -> bool:
+        """Whether gradients of micro-batches add up in the model's data type."""
+        return self.accumulate_in == "model" and self.reduce == "model"
+
+    @property
+    def cuts_sums(self) -> bool:
+        """Whether a rank gets the sums of all gradients, and copies what it owns of them."""
+        return self.reduce_by == "all-reduce" and self.zero_stage in {1, 2} and self.reduce_to == "owner"
+
     @property
     def begins_with_own(self) -> bool:
         """Whether products of gathered tokens begin with a rank's own, wherever these lie among all."""
@@ -186,6 +214,21 @@ class LayerOptions:
     def moves_chunks(self) -> bool:
         """Whether copy engines move the tokens of one member at a time beside products of others."""
         return self.tp_sequence and self.tp_overlap == "chunks"
+
+    @property
+    def sums_late(self) -> bool:
+        """Whether gradients are summed over ranks when all units have theirs."""
+        return self.sync == "every" and (self.zero_stage == 1 or (self.zero_stage == 0 and self.micro_batches > 1))
+
+    @property
+    def adds_whole(self) -> bool:
+        """Whether whole gradients of micro-batches add up before they are summed over ranks, unit by unit."""
+        return self.sync == "last" and (self.micro_batches > 1 or self.accumulate != "copies")
+
+    @property
+    def sums_whole(self) -> bool:
+        """Whether gradients are summed over ranks once a step, those over tensor-parallel groups, too."""
+        return self.sums_late or self.adds_whole
 
     def of_scope(self, scope: str, tp: int = 1) -> dict[str, Any]:
         """Return them by name, those of a training step only where it is one, and those of tensor parallelism only
@@ -215,11 +258,12 @@ class LayerOptions:
                 f"`set` schedule.weights={self.weights} with schedule.zero_stage={self.zero_stage}: below stage 3 "
                 f"every GPU has all weights and gathers none for a pass; set schedule.zero_stage=3"
             )
-        if self.micro_batches > 1 and (self.zero_stage < 2 or self.sync == "last") and self.reduce == "model":
+        whole = self.zero_stage < 2 or self.sync == "last"
+        if self.micro_batches > 1 and whole and self.reduce == "model" and not self.adds_narrow:
             raise InputError(
                 f"`set` schedule.micro_batches={self.micro_batches} adds gradients up in fp32, and below zero_stage 2 "
                 f"or with schedule.sync=last these are what ranks sum: leave out `set` schedule.reduce, or set "
-                f"schedule.zero_stage=2 and schedule.sync=every"
+                f"schedule.accumulate_in=model, or schedule.zero_stage=2 and schedule.sync=every"
             )
         if self.reduce_to == "all" and self.zero_stage != 1:
             raise InputError(
@@ -249,7 +293,8 @@ OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "tp_hand
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
-          "halves": "slices", "accumulate": "copies", "reduce_to": "owner", "bucket_mb": 0,
+          "halves": "slices", "accumulate": "copies", "accumulate_in": "fp32", "reduce_to": "owner",
+          "reduce_by": "reduce-scatter", "bucket_mb": 0, "backward_prefetch": "ahead",
           "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused", "products": "apart",
           "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
@@ -258,9 +303,9 @@ OF_LAYERS = ("modules", "products", *OF_GROUPS)
 """What attention alone has nothing of."""
 
 OF_STEPS = (
-    *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "reduce"),
+    *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "backward_prefetch", "reduce"),
     *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
-    *("accumulate", "reduce_to", "bucket_mb", "gather", "host_waits", "weights"),
+    *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "bucket_mb", "gather", "host_waits", "weights"),
     *("pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
 )
 

@@ -16,7 +16,7 @@ from sim.schedule.model.scope import units
 from sim.schedule.proof.check import Checked
 from sim.words.options import LayerOptions
 from sim.words.workload import Workload
-from tests.helpers import make_model
+from tests.helpers import make_model, slow_but
 from tests.schedule.model.test_step import make_step, step
 
 MODEL = msgspec.structs.replace(make_model(8, 4), vocab_size=512)
@@ -71,7 +71,7 @@ def test_model_states_in_the_models_type_and_on_the_host() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["single", "zigzag", "ulysses", "upipe"])
+@pytest.mark.parametrize("name", slow_but({"zigzag", "upipe"}, ["single", "zigzag", "ulysses", "upipe"]))
 @pytest.mark.parametrize("loss", ["whole", "chunked", "unfused", "torch"])
 def test_saved_activations(name: str, loss: str) -> None:
     """Between the passes the head keeps beside the formula what enters it, one number a token, and its input with the

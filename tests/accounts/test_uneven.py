@@ -13,7 +13,7 @@ from sim.accounts.uneven import Passes, ends_s, equal, passes_of
 from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.setup.predict import predict
 from sim.setup.prediction import Prediction
-from tests.helpers import by_tier
+from tests.helpers import slow_but
 
 ALIKE, HEAVY = (4096,) * 64, (2**18,)
 
@@ -100,7 +100,7 @@ PLACES = {"first": 0, "in the middle": 4, "last": 7}
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("pipeline", by_tier({"1f1b"}, {"zb-v"}, ["1f1b", "gpipe", "zb-h1", "zb-v"]))
+@pytest.mark.parametrize("pipeline", slow_but({"zb-v"}, ["1f1b", "gpipe", "zb-h1", "zb-v"]))
 def test_passes_of_a_step_end_when_it_does(pipeline: str) -> None:
     """All but what is behind them: the update, some 1 % here. Equal passes take what a step of equal documents does."""
     set_ = {"schedule.pipeline_schedule": pipeline}

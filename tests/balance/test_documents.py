@@ -118,6 +118,7 @@ def test_chunks_without_end_are_refused() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 def test_no_plan_for_a_document_longer_than_all_memory() -> None:
     """But what is missing least."""
     found = longstep.plan(

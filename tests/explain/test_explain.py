@@ -219,6 +219,7 @@ def test_wrong_files_and_logs_are_a_line(arguments: list[str], says: str, capsys
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 def test_what_is_left_out_and_left_to_the_framework_is_said() -> None:
     shared = SMALL | {"gpus": 4, "tp_degree": 2}
     found = longstep.explain(FILES / "torchtitan-llama3-405b.toml", anyway=True, **shared)

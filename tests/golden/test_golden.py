@@ -52,7 +52,7 @@ def own_schedule(folder: Path, text: str = (FOLDER / "my_module.py").read_text()
 @pytest.mark.sweep
 @pytest.mark.parametrize(("scope", "passes"), [("attention", "both"), ("attention", "backward"), ("layer", "both")])
 @pytest.mark.parametrize(
-    ("dtype", "factor"), [("fp32", 1), pytest.param("bf16", 3, marks=pytest.mark.sweep)]
+    ("dtype", "factor"), [("fp32", 1), pytest.param("bf16", 3, marks=pytest.mark.slow)]
 )  # it sums gradients in the model's type
 def test_the_schedule_of_ones_own_is_exact(tmp_path: Path, scope: str, passes: str, dtype: str, factor: int) -> None:
     selection = dataclasses.replace(own_schedule(tmp_path, dtype=dtype), scope=scope, passes=passes)

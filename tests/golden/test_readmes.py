@@ -7,11 +7,8 @@ A ``console`` block shows commands behind ``$`` with what they print. Commands a
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
@@ -22,6 +19,7 @@ from _pytest.mark import ParameterSet
 
 import longstep
 from experiments.evidence.papers.cases import read_cases
+from experiments.verbs.cli import main
 from experiments.verbs.shared.selection import Selection
 from sim.schedule.methods.catalog import SCHEDULES
 from tests.golden.pages import PACKAGES, PAGES, ROOT, Block, blocks_of, commands_of
@@ -45,18 +43,19 @@ def _by_cost(block: Block, after: Block | None) -> ParameterSet:
     return pytest.param(block, after, id=block.name, marks=[pytest.mark.slow] if many else [])
 
 
-def in_python(*arguments: str, folder: Path) -> str:
-    """Return what a program prints that starts in a folder, with the packages of this checkout."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(folder / "data")}
-    program = [sys.executable, *arguments]
-    return subprocess.run(program, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize(("block", "after"), [_by_cost(*pair) for pair in PYTHON])
-def test_python_prints_what_stands_behind_it(block: Block, after: Block | None, tmp_path: Path) -> None:
+def test_python_prints_what_stands_behind_it(
+    block: Block,
+    after: Block | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     if after is not None and after.language == "text" and after.follows and after.page == block.page:
-        assert in_python("-c", block.text, folder=tmp_path) == after.text
+        exec(block.text, {"__name__": "__main__"})
+        assert capsys.readouterr().out == after.text
     else:
         assert block.text in {path.read_text() for path in FOLDER.glob("*.py")}, "no example of tests/golden is that"
 
@@ -72,10 +71,14 @@ SHOWN = [one for page in PAGES for one in commands_of(page) if one.output]
         for one in SHOWN
     ],
 )
-def test_commands_print_what_is_shown(command: str, output: str, tmp_path: Path) -> None:
+def test_commands_print_what_is_shown(
+    command: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     program, *rest = shlex.split(command)
     assert program == "longstep"
-    printed = in_python("-c", "from experiments.verbs.cli import main; main()", *rest, folder=tmp_path)
+    main(rest)
+    printed = capsys.readouterr().out
     assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
 
 

@@ -38,7 +38,7 @@ def setup_of(name: str) -> Setup:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", slow_but({"layers", "an allocator that is named"}, STEPS))
+@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
 def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     setup = setup_of(name)
     few, whole = extended(setup), setup.predicted()
@@ -52,6 +52,7 @@ def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 def test_unlike_micro_batches_are_all_played() -> None:
     """None adds what another one does; their layers are few all the same."""
     documents = tuple([(8192 - 256 * number, 256 * number) if number else (8192,) for number in range(8)])

@@ -19,7 +19,7 @@ from sim.schedule.model.pipeline.stages import Stages
 from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
-from tests.helpers import by_tier
+from tests.helpers import by_tier, slow_but
 from tests.plan.test_plan import SMALL, by_trying, require_bounds, require_told
 
 F_S, B_S, W_S = 1.0, 1.25, 0.75
@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", by_tier(["few"], ["1f1b", "sharded"], OPTIONS))
+@pytest.mark.parametrize("name", slow_but({"few"}, OPTIONS))
 def test_few_layers_and_micro_batches_say_what_many_take(name: str) -> None:
     """Seconds within 1e-4, memory to the byte, and no bound is above either."""
     setup = make_step(**OPTIONS[name])
@@ -126,7 +126,7 @@ def test_layers_of_several_kinds_are_left_out_by_whole_turns() -> None:
 def test_a_plan_has_the_stages_that_were_asked_for() -> None:
     """In all of its families, by name; the best are those of trying everything."""
     setup = SMALL.replace(
-        schedule="ulysses", pp_degree=2, layers=10, global_batch=8, set={"schedule.pipeline_schedule": "1f1b"}
+        schedule="ulysses", pp_degree=2, layers=4, global_batch=4, set={"schedule.pipeline_schedule": "1f1b"}
     )
     options = {"checkpoint": ["none", "full"]}
     found = longstep.plan(setup, options=options, most=2, jobs=1)

@@ -286,6 +286,7 @@ def test_what_would_make_it_fit_does() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 def test_a_usual_configuration_that_fits_is_known_first() -> None:
     """Before any other is, and it is in the result once."""
     told: list[Played | None] = []

@@ -13,7 +13,7 @@ from sim.plan.search.degrees import FEW_TOKENS
 from sim.plan.search.families import families
 from sim.plan.search.space import Branch
 from sim.plan.search.steps import step_of
-from tests.helpers import by_tier
+from tests.helpers import by_tier, slow_but
 from tests.plan.test_plan import SMALL, by_trying, require_bounds, require_told
 
 FEW: dict[str, tuple[str, ...]] = {"checkpoint": ("none", "full"), "optimiser": ("gpu", "host")}
@@ -37,7 +37,7 @@ def test_no_bound_of_shares_is_above_a_simulation(name: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", by_tier(["stages"], ["Ulysses"], ["stages", "Ulysses", "alone"]))
+@pytest.mark.parametrize("name", slow_but({"Ulysses"}, ["stages", "Ulysses", "alone"]))
 def test_few_layers_of_shares_say_what_many_take(name: str) -> None:
     """Seconds within 1e-4, memory to the byte."""
     said = {"layers": 12, "jitter": 0.0, "scope": "step", **SPLITS[name]}
@@ -83,6 +83,7 @@ def test_shares_are_tried_where_gpus_have_few_tokens_or_one_asks() -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 def test_shares_win_where_gpus_have_few_tokens() -> None:
     """As ``FEW_TOKENS`` says, of a Llama-3-8B step of one sequence on eight H100."""
     step = Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus=8, jitter=0.0, set={"schedule.loss": "chunked"})

@@ -60,7 +60,11 @@ def told(setup: Setup) -> Effort:
         ),
         STEP.replace(schedule="upipe", gpus=8, layers=6),
         pytest.param(STEP.replace(schedule="fpdt", layers=4, seq="768K"), marks=pytest.mark.slow),
-        STEP.replace(schedule="ulysses", layers=5, batch=9, seq="64K", set={"schedule.micro_batches": 9}),
+        pytest.param(
+            STEP.replace(schedule="ulysses", layers=5, batch=9, seq="64K", set={"schedule.micro_batches": 9}),
+            marks=pytest.mark.slow,
+        ),
+        STEP.replace(schedule="ulysses", layers=3, batch=3, seq="64K", set={"schedule.micro_batches": 3}),
         STEP.replace(schedule="zigzag", layers=4, seq="64K", set={"schedule.zero_stage": 1}),
     ],
     ids=lambda setup: f"{setup.schedule} {setup.gpus} {setup.scope}",

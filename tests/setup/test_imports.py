@@ -52,41 +52,51 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     ("trainer-alst.json", "deepspeed-zero3.json"): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 131072, "batch": 4, "ulysses_degree": 8,
-            "set": {"schedule.loss": "chunked", "schedule.optimiser": "host", "schedule.micro_batches": "4",
+            "set": {
+                "schedule.checkpoint": "whole", "schedule.loss": "chunked",
+                "schedule.optimiser": "host", "schedule.micro_batches": "4",
                 "software.attention": "flash-attention-2"}},
     ),
     ("trainer-fsdp.json",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 8192, "batch": 4, "dp_degree": 8, "set": {
+            "schedule.checkpoint": "full",
             "schedule.micro_batches": "2"}},
     ),
     ("accelerate-cp.yaml",): (
         {"model": "llama3-8b", "seq": "64K"}, {"schedule": "zigzag", "gpus": 8, "seq": "64K", "batch": 1,
-            "ring_degree": 8, "set": {}},
+            "ring_degree": 8, "set": {"schedule.checkpoint": "full"}},
     ),
     ("axolotl-cp.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "allgather", "gpus": 8, "seq": 131072, "batch": 2, "ring_degree": 8,
-            "set": {"schedule.mlp": "tiled", "schedule.loss": "chunked", "schedule.layout": "contiguous",
+            "set": {
+                "schedule.checkpoint": "full", "schedule.mlp": "tiled",
+                "schedule.loss": "chunked", "schedule.layout": "contiguous",
                 "schedule.micro_batches": "2"}},
     ),
     ("ms-swift-sft.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "usp", "gpus": 8, "seq": 131072, "batch": 2, "set": {
+            "schedule.checkpoint": "whole",
             "schedule.loss": "chunked", "schedule.micro_batches": "2", "software.attention": "flash-attention-2"}},
     ),
     ("axolotl-lora.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 8192, "batch": 8, "dp_degree": 8, "set": {
+            "schedule.checkpoint": "full",
             "schedule.micro_batches": "4", "model.lora_rank": "32", "model.lora_alpha": "16",
             "model.lora_targets": "q+k+v+o"}},
     ),
     ("trainer-fsdp.json", "peft-adapter_config.json"): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 8192, "batch": 4, "dp_degree": 8, "set": {
+            "schedule.checkpoint": "full",
             "schedule.micro_batches": "2", "model.lora_rank": "16", "model.lora_alpha": "32"}},
     ),
     ("ms-swift-lora.sh",): (
         {"model": "llama3-8b"}, {"schedule": "usp", "gpus": 8, "seq": 32768, "batch": 2, "dp_degree": 2, "set": {
+            "schedule.checkpoint": "whole",
             "schedule.micro_batches": "2", "model.lora_rank": "8", "model.lora_alpha": "32"}},
     ),
     ("llama-factory-lora.yaml",): (
         {"model": "llama3-8b"}, {"schedule": "single", "gpus": 8, "seq": 16384, "batch": 2, "dp_degree": 8, "set": {
+            "schedule.checkpoint": "whole",
             "schedule.micro_batches": "2", "model.lora_rank": "8", "model.lora_alpha": "16"}},
     ),
     ("nanotron-llama3-8b.yaml",): (
@@ -180,6 +190,36 @@ def test_weights_on_the_host_are_read(tmp_path: Path, framework: str, text: str,
     assert {name: said.get(f"schedule.{name}") for name in expected} == expected
     assert ("software.host_optimiser" in said) == (expected["weights"] == "host-states")
     setup.resolved()
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "expected"),
+    [
+        ("hugging-face", "gradient_checkpointing: true", {"checkpoint": "whole"}),
+        ("hugging-face", "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: true}",
+            {"checkpoint": "whole"}),
+        ("hugging-face", "gradient_checkpointing: true\ngradient_checkpointing_kwargs: {use_reentrant: false}",
+            {"checkpoint": "full"}),
+        ("hugging-face", "gradient_checkpointing: false\ngradient_checkpointing_kwargs: {use_reentrant: false}",
+            {"checkpoint": "none"}),
+        ("llama-factory", "use_reentrant_gc: false\ncutoff_len: 4096", {"checkpoint": "full"}),
+        ("hugging-face", "fsdp: full_shard\nfsdp_config: {backward_prefetch: no_prefetch}",
+            {"backward_prefetch": "never"}),
+        ("accelerate", "distributed_type: FSDP\nfsdp_config: {fsdp_backward_prefetch: NO_PREFETCH}",
+            {"backward_prefetch": "never"}),
+        ("deepspeed", "zero_optimization: {stage: 2, use_multi_rank_bucket_allreduce: false}",
+            {"reduce_by": "reduce-scatter"}),
+        ("deepspeed", "zero_optimization: {stage: 1}\ndata_types: {grad_accum_dtype: fp32}",
+            {"accumulate_in": "fp32", "reduce": "fp32"}),
+    ],
+)  # fmt: skip
+def test_how_layers_and_gradients_are_handled_is_read(
+    tmp_path: Path, framework: str, text: str, expected: dict[str, str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{text}\n")
+    options = imported(path, framework=framework).setup(model="llama3-8b", seq="8K", gpus=8).resolved().options
+    assert {name: getattr(options, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize(

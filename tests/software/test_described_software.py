@@ -22,6 +22,7 @@ from sim.software.kernels import running, runs_of
 from sim.software.software import Kernels, Software, load_software, software_names
 from sim.words.profile import load_profile
 from sim.words.workload import DTYPE_BYTES
+from tests.helpers import slow_but, sweep_but
 from tests.schedule.model.test_step import make_step, step
 from topology.cluster import Cluster, load_cluster
 
@@ -128,6 +129,28 @@ def test_a_step_is_proved_and_played_alike_by_both_engines(loss: str) -> None:
         for engine in ("simpy", "native")
     ]
     assert plays[0].trace.rows == plays[1].trace.rows
+
+
+ACCUMULATED = {
+    "huggingface": ("last", "reduce-scatter", "whole", "micro-batch"),
+    "huggingface-liger": ("last", "reduce-scatter", "whole", "micro-batch"),
+    "ms-swift": ("last", "reduce-scatter", "whole", "micro-batch"),
+    "deepspeed": ("every", "all-reduce", "whole", "micro-batch"),
+    "alst": ("every", "all-reduce", "whole", "never"),
+}
+"""By preset when gradients are summed and by what, what is computed again, and when the host waits: as its sources."""
+
+
+@pytest.mark.parametrize("stage", slow_but({1, 3}, [0, 1, 2, 3]))
+@pytest.mark.parametrize("name", sweep_but({"huggingface", "deepspeed"}, list(ACCUMULATED)))
+def test_what_trainer_and_deepspeed_do_with_micro_batches(name: str, stage: int) -> None:
+    """At any stage, gradients add up in the model's data type."""
+    wanted = STEP | {"schedule": "zigzag", "software": name, "batch": 2, "scope": "step"}
+    given = {"schedule.zero_stage": str(stage), "schedule.micro_batches": "2"}
+    options = Setup(**wanted, set=given).resolved().options
+    assert (options.sync, options.reduce_by, options.checkpoint, options.host_waits) == ACCUMULATED[name]
+    assert options.adds_narrow
+    assert longstep.predict("zigzag", **STEP | {"batch": 2}, software=name, set=given).step_time_s > 0
 
 
 @pytest.mark.sweep

@@ -11,6 +11,7 @@ from sim.base.errors import InputError
 from sim.base.overrides import override
 from sim.engine.traffic.collectives import link_traffic
 from sim.engine.traffic.least import least_seconds, needs
+from tests.helpers import slow_but
 from topology.cluster import Cluster, load_cluster
 
 
@@ -57,7 +58,11 @@ def test_peak_and_memory_are_those_of_the_datasheet(sheet: Datasheet) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "preset", [sheet.preset for sheet in DATASHEETS if sheet.preset not in {"h800", "dgx-a100-40gb"}]
+    "preset",
+    slow_but(
+        {"gh200", "mi300x", "rtx-4090"},
+        [sheet.preset for sheet in DATASHEETS if sheet.preset not in {"h800", "dgx-a100-40gb"}],
+    ),
 )
 def test_a_layer_is_played_at_the_rates_of_the_datasheet(preset: str) -> None:
     cluster = f"8x{load_cluster(preset).gpu.name}"

@@ -69,6 +69,12 @@ class Share(NamedTuple):
         of_heads = weight.divided(self.model) is not None or weight.axes == ("head_dim",)
         return self.alike(weight) > 1 and (sequence or of_heads)
 
+    def is_norm(self, weight: Tensor) -> bool:
+        """Return whether all of several members have a weight, or its gradient, that meets each token by itself: where
+        tokens are divided each has a sum over its own, which may wait for those of other micro-batches.
+        """
+        return self.of > 1 and weight.axes == ("embed",)
+
     @property
     def vocabulary(self) -> Span:
         """The ids whose rows of the embedding, and whose logits, this member has."""

@@ -299,7 +299,7 @@ class _Ranks:
         mesh, options, at = self.mesh, self.options, self._positions.get(rank, 0)
         member = mesh.place(rank)["tp"]
         owned = self._owning(member).kind(at) if self.workload.scope == "step" else ()
-        of_all = at if options.reduce_to == "all" else 0
+        of_all = at if options.reduce_to == "all" or options.cuts_sums else 0
         return owned, of_all, member if options.begins_with_own else 0, self._num_tokens(mesh.role(rank))
 
     @cached_property
@@ -368,7 +368,7 @@ class _Ranks:
         b.workload = workload
         borders = stages.borders(b, shared, self.blocks[0][0].x)
         chunks = self._chunks(b, shared, params, layers, borders)
-        waits, come = options.host_waits == "micro-batch", borders.come
+        waits, come = options.host_waits != "never", borders.come
         writer = StepWriter(b, chunks, tuple(writers), params, options.micro_batches, waits, options.rotary_table, come)
         return writer.program(stages.items(stage))
 

@@ -83,8 +83,8 @@ class StateRules(NamedTuple):
 
     def _packed(self, pieces: list[Piece]) -> list[Piece]:
         """Return a flat gradient of those of a unit's weights, in their order, of one member's shares of them: one
-        piece, or of a unit that has weights of both ends of the model one for each of these. One stage of a pipeline
-        may have none of the latter, but zeros.
+        piece; or several of a unit that has weights of both ends of the model, and where norms are sums over a member's
+        own tokens yet. One stage of a pipeline may have none of weights at both ends, but zeros.
         """
         if self.members > 1 and any(differs(piece.content) for piece in pieces):
             raise Unclassed
@@ -101,13 +101,13 @@ class StateRules(NamedTuple):
             raise ScheduleError(
                 f"packs {spelled}: these are not the gradients of a layer, or of an end, in their order"
             )
-        flat = _all_of(packed, share, layer)
-        seen, *others = [self._seen(piece.content) for piece in pieces]
-        if unit == ROOT:
-            return self._in_parts(flat, pieces)
-        if any(other != seen for other in others):
+        flat, seen = _all_of(packed, share, layer), [self._seen(piece.content) for piece in pieces]
+        of_others = {sums for part, sums in zip(packed.parts, seen, strict=True) if not share.is_norm(part)}
+        if unit == ROOT or (len(of_others) <= 1 < len({*seen})):
+            return self._in_parts(flat, packed, share, pieces)
+        if len(of_others) > 1:
             raise ScheduleError("packs gradients that are sums over different tokens")
-        return [flat._replace(content=flat.content._replace(seen=seen))]
+        return [flat._replace(content=flat.content._replace(seen=seen[0]))]
 
     def _seen(self, content: Content) -> Seen:
         """Return the tokens and sequences that a gradient is a sum over, of a weight of keys or values of each query
@@ -117,17 +117,22 @@ class StateRules(NamedTuple):
             return of_all_heads(content, num_apart(content.tensor, self._model))
         return content.seen
 
-    def _in_parts(self, flat: Piece, pieces: list[Piece]) -> list[Piece]:
-        """Return the pieces of a flat gradient, each of which keeps what it is a sum over."""
+    def _in_parts(self, flat: Piece, packed: Tensor, share: Share, pieces: list[Piece]) -> list[Piece]:
+        """Return the pieces of a flat gradient, each of which keeps what it is a sum over. Those of weights that all
+        members have are named alike, so that what members have of them adds up.
+        """
         found, stop = [], 0
         for piece in pieces:
             start, stop = stop, stop + volume(piece.box)
             part = flat.clipped(replaced(flat.box, TOKENS, (start, stop)))
             assert part is not None
             is_zero = piece.content.tensor == ZERO
-            content = piece.content if is_zero else part.content._replace(seen=piece.content.seen)
+            content = piece.content if is_zero else part.content._replace(seen=self._seen(piece.content))
+            if share.divides(packed) and not is_zero:
+                ((_, whose),) = share.elements(packed, content.tokens)
+                content = _of_member(content, whose)
             found.append(part._replace(content=content))
-        return found
+        return coalesced(found)
 
     def _complete(self, content: Content) -> bool:
         """Return whether a flat gradient is one of all tokens: of a weight at both ends of those of each, see
@@ -162,8 +167,8 @@ class StateRules(NamedTuple):
         """Return weights, moments and the gradient, which is none any more, after a step of the optimiser."""
         own, gradients, *moments, squares = operands
         weights, first, second = (_only(pieces) for pieces in (own, *moments))
-        gradient = _joined(gradients)
         unit = _unit(weights.content, self._model)
+        gradient = self._joined(gradients, unit, weights.content)
         named = (unit.flat, d(unit.flat), *unit.moments)
         for tensor, piece in zip(named, (weights, gradient, first, second), strict=True):
             if piece.content[:3] != (tensor.name, *weights.content[1:3]):
@@ -179,6 +184,16 @@ class StateRules(NamedTuple):
             for tensor, piece in zip(unit.states, (weights, first, second), strict=True)
         )
         return [own, [_named(gradient, f"scaled {gradient.content.tensor}")], *moments]
+
+    def _joined(self, pieces: Sequence[Piece], unit: Unit, weights: Content) -> Piece:
+        """Return a gradient of one member's weights as one piece, whatever its parts are sums over."""
+        flat, share, found = d(unit.flat), self._share(weights), []
+        for piece in pieces:
+            content = piece.content._replace(seen=())
+            if share.divides(flat) and [(content.tokens, content.heads)] == share.elements(flat, content.tokens):
+                content = _of_member(content, weights.heads)
+            found.append(piece._replace(content=content))
+        return _only(coalesced(found))
 
     def _updated_by_host(self, operands: list[list[Piece]]) -> list[list[Piece]]:
         """Return the same, with the new weights as passes use them, where these are others."""
@@ -227,9 +242,10 @@ def _only(pieces: Sequence[Piece]) -> Piece:
     return pieces[0]
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    """Return a gradient as one piece, whatever its parts are sums over."""
-    return _only(coalesced([piece._replace(content=piece.content._replace(seen=())) for piece in pieces]))
+def _of_member(content: Content, member: Span) -> Content:
+    """Return the same part of a flat tensor of another member's shares."""
+    batch, rows, _, columns = content.at
+    return content._replace(at=(batch, rows, member, columns))
 
 
 def _named(piece: Piece, tensor: str) -> Piece:

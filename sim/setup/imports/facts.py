@@ -52,6 +52,7 @@ FACTS: dict[str, str] = {
     "shard": "groups of such ranks over which weights are sharded; -1 for all that are left",
     "replicate": "copies of the sharded weights",
     "reshard": "whether gathered weights are dropped behind the forward pass: false; by-stages for not in a pipeline",
+    "reentrant": "false where checkpoints are not reentrant, so that computing again stops early",
     "packed": "whether sequences hold several documents",
     "gqa": "whether there are fewer key/value heads than query heads",
     "dtype": "data type of the model",
@@ -74,7 +75,10 @@ PROJECTIONS = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up
 """What Hugging Face calls the linear layers that may have adapters."""
 ALL_LINEAR = ("all-linear", "all")
 """What stands for all of them."""
-TEXTS = ("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", "software", "reshard", *BLOCK)
+TEXTS = (
+    *("model", "family", "flavor", "factors", "method", "dtype", "tied_embeddings", "software", "reshard", "reentrant"),
+    *BLOCK,
+)
 _SHARDS_FOR_OTHERS = "deepspeed"
 _LARGEST = ("schedule.zero_stage",)
 """What several keys say a part of, each: the most is meant."""

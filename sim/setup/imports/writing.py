@@ -68,6 +68,8 @@ class Writer:
         }
         self.options = (said.framework.shares.options if self.tp > 1 else {}) | said_of
         """Of the schedule."""
+        if self.facts.get("reentrant") == "false" and self.options.get("checkpoint") == "whole":
+            self.options["checkpoint"] = "full"
 
     def answer(self) -> Answer:
         """Return the setup; raises InputError where what is said does not go together."""

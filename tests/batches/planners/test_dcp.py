@@ -177,7 +177,9 @@ COSTS = PlanCosts(per_pair, within_bytes_per_s=400e9, between_bytes_per_s=50e9)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("documents", [[9000, 700, 300, 6384], [512] * 8, [100, 60000, 2000, 30]])
+@pytest.mark.parametrize(
+    "documents", [[9000, 700, 300, 6384], [512] * 8, pytest.param([100, 60000, 2000, 30], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("gpus_per_node", [4, 2])
 def test_the_best_block_size_is_no_slower_than_any(documents: list[int], gpus_per_node: int) -> None:
     found = batch(documents)

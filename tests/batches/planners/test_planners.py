@@ -118,7 +118,7 @@ def assert_equal(a: Statistics, b: Statistics) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", PLANNERS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_no_pair_is_lost_or_doubled(name: str, data: st.DataObject) -> None:
     properties(name, *data.draw(cases(name)))

@@ -318,6 +318,7 @@ def test_profiles_carry_where_they_come_from(profile: Profile) -> None:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_what_the_host_takes_can_be_measured_again() -> None:
     """In a process of its own, as it needs a process group: the ops of the table that ships, each some microseconds."""
     code = "import calibrate.eager as eager; eager._RUNS, eager._TURNS = 20, 3; eager.main()"

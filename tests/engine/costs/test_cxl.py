@@ -62,7 +62,7 @@ def test_gpus_of_a_socket_share_it() -> None:
     assert took_s["socket[0].dram.writes"] == pytest.approx(3.2 / 60e9)
 
 
-STEP: dict[str, Any] = {"model": "llama3-8b", "seq": "256K", "layers": 4, "stack": "alst", "gpus": 8, "scope": "step"}
+STEP: dict[str, Any] = {"model": "llama3-8b", "seq": "256K", "layers": 2, "stack": "alst", "gpus": 8, "scope": "step"}
 
 
 def with_cxl(dram_bytes: int, **figures: float) -> ClusterSpec:

@@ -50,6 +50,7 @@ def test_a_set_says_nothing_of_itself() -> None:
     assert both.without("one").without("other").reach("links") is NOTHING.reach("links") is None
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_what_ships_is_of_the_sets_that_ship() -> None:
     """Every case file but those at the rates of datasheets and of ops alone, and every record's cells that were

@@ -24,7 +24,7 @@ LEFT_OUT = '[[alike]]\nof = { }\nleft_out = ["merge"]\n'
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", slow_but({"nanotron_h100", "fpdt_h100"}, preset_names(FOLDER)))
+@pytest.mark.parametrize("name", slow_but({"fpdt_h100"}, preset_names(FOLDER)))
 def test_every_case_that_ships_can_be_simulated(name: str) -> None:
     file, cases = read_cases(name)
     assert file.source
@@ -150,7 +150,8 @@ cases = [{ measured_s = 1.0 }]
 """
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_few_micro_batches_say_what_many_take(tmp_path: Path) -> None:
     """Of two steps that have fewer, both without jitter."""
     path = tmp_path / "ours.toml"
@@ -169,7 +170,8 @@ def test_few_micro_batches_say_what_many_take(tmp_path: Path) -> None:
 EXTENDED = FEW.replace("few_micro_batches = true", "extend = true").replace("num_layers=4", "num_layers=16")
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_extended_steps_are_told_by_few_layers_and_micro_batches(tmp_path: Path) -> None:
     """As ``extended`` tells them, with an interval from sets of steps; a step that is refused says so by its case."""
     path = tmp_path / "ours.toml"

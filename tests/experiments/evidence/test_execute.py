@@ -22,7 +22,7 @@ from runtime.execution.verify import BOUNDS
 from sim.setup.setup import Setup
 from sim.words.profile import Profile, load_profile, save_profile
 from sim.words.workload import Dtype, ModelSpec, Workload, load_model
-from tests.helpers import slow_but, traces_in
+from tests.helpers import traces_in
 from topology.specs import ClusterSpec
 
 pytestmark = pytest.mark.gloo
@@ -101,7 +101,8 @@ def test_compare_lays_both_side_by_side(capsys: pytest.CaptureFixture[str], tmp_
     assert ", not complete" in printed
 
 
-@pytest.mark.parametrize("schedule", slow_but({"ulysses"}, ["ring", "ulysses"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
 def test_steps_lie_side_by_side(capsys: pytest.CaptureFixture[str], few_points: None, schedule: str) -> None:
     """With FSDP and full checkpointing: every kind of op has a row, the optimiser's too; memory is as the walk says."""
     small = ["--set", "model.vocab_size=512", "--gpus", "2", "--seq", "256", "--repeats", "2", "--json"]

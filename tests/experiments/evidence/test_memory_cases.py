@@ -63,7 +63,8 @@ def read(tmp_path: Path, more: str = "") -> CaseFile:
     return load_toml("case file", str(path), CaseFile, FOLDER, "`cases`")
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_marks_and_sizes_are_judged(tmp_path: Path) -> None:
     found = predicted_memory(memory_cases(read(tmp_path)))
     rows = mark_rows(found)
@@ -83,7 +84,9 @@ def test_marks_and_sizes_are_judged(tmp_path: Path) -> None:
     assert found[0].case.setup.set == ("cluster.hbm.capacity_bytes=8000000000", "schedule.loss=chunked")
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.slow
 def test_longest_contexts_are_judged(tmp_path: Path) -> None:
     """By the ratio to what was measured; a replica's sequence may be as short as 1K, however many GPUs there are."""
     replicas = 'about = "replicas", schedule = "single", dp_degree = 2'
@@ -139,7 +142,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, more: str, message: str) -> None
         memory_cases(read(tmp_path, more))
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_evidence_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     read(tmp_path)
     chapter = tmp_path / "chapter.md"

@@ -41,7 +41,8 @@ def prediction(step_s: float, measured_s: float, schedule: str = "ring", **field
     return CasePrediction(case, step_s, 0.9 * step_s, 1.1 * step_s, "compute", 2)
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_cases_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, shown = tmp_path / "ours.toml", tmp_path / "page.html"
     path.write_text(OWN.format(more="").replace("Our cluster", "Our cluster " + HOSTILE.replace('"', "")))
@@ -108,7 +109,8 @@ def test_groups_are_judged_once_more_together(tmp_path: Path) -> None:
             read_cases(str(path))
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_at_datasheet_rates_nothing_is_known_of_errors(tmp_path: Path) -> None:
     path = tmp_path / "ours.toml"
     path.write_text(OWN.format(more="").replace("a800-ultraattn", DATASHEET))
@@ -134,7 +136,8 @@ TAKEN = {
 }
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_ops_take_what_their_profile_has_measured(tmp_path: Path) -> None:
     cases = [one_case(tmp_path, f"{fields}, jitter = 0, measured_s = {2 * taken}") for fields, taken in TAKEN.items()]
     for found, seconds in zip(predicted(cases), TAKEN.values(), strict=True):
@@ -155,7 +158,8 @@ def test_an_op_takes_its_mean_time_at_work() -> None:
     assert [case._replace(measure=of).seconds(trace) for of in ("", "Attend", "Exchange")] == [8, 2, 7]
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_how_ops_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, shown = tmp_path / "ops.toml", tmp_path / "page.html"
     cases = [

@@ -58,7 +58,8 @@ def tables(text: str) -> list[list[list[str]]]:
     return [[table[0], *table[2:]] for table in split]
 
 
-@pytest.mark.gloo
+@pytest.mark.sweep
+@pytest.mark.usefixtures("in_this_process")
 def test_a_chapter_of_small_sources(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

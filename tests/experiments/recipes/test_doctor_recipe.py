@@ -19,7 +19,7 @@ from sim.words.profile import Machine
 
 PROGRAM_FAULTS = [one for one in PLANTED if one.program(said_of("zigzag", "2K", "datasheet", one.scope)) != said_of(
     "zigzag", "2K", "datasheet", one.scope)]  # fmt: skip
-DEAR = {"checkpointed", "full-mask", "short-length"}
+DEAR = {"checkpointed", "contiguous", "full-mask", "long-length", "short-length"}
 
 
 @pytest.mark.sweep

@@ -98,7 +98,7 @@ def test_answers_are_those_of_predict_and_so_is_the_command(asked: dict[str, Any
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("count", [6, pytest.param(18, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(18, marks=pytest.mark.slow)])
 def test_one_worker_answers_many_changes_as_predict_does(count: int) -> None:
     """What it keeps from one question is of no other."""
     jobs, draw, question, answered = Jobs(), random.Random(5), FIRST | {"layers": 3}, 0

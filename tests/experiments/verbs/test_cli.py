@@ -16,6 +16,7 @@ import pytest
 from experiments.evidence.provenance import command_line
 from experiments.verbs.cli import main
 from tests.experiments.verbs.typed import ATTENTION, HERE, fails, run, simulate
+from tests.helpers import slow_but
 
 ROOT = Path(__file__).parents[3]
 
@@ -340,7 +341,7 @@ def test_executing_without_torch_says_what_to_install() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["execute", "verify", "compare"])
+@pytest.mark.parametrize("name", slow_but({"compare"}, ["execute", "verify", "compare"]))
 def test_the_library_without_torch_says_what_to_install(name: str) -> None:
     code = f"""
 import longstep

@@ -51,22 +51,30 @@ def test_plan_prints_the_best_that_fits_and_why_others_lose(capsys: pytest.Captu
     assert "--stack, --dp-degree" in fails(capsys, *small, "--stack", "fsdp")
 
 
+LONG = (
+    "plan", "--model", "tiny", "--gpus", "2", "--seq", "128K", "--schedule", "ulysses", "--layers", "1",
+    "--vary", "checkpoint=full", "--vary", "mlp=whole", "--vary", "activations=hbm", "--vary", "optimiser=gpu",
+)  # fmt: skip
+
+
 @pytest.mark.sweep
 def test_plan_says_which_global_batch_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    """In its first line; what is typed stays, replicas of ``any`` number train as many sequences as they are."""
-    small = ("plan", "--model", "tiny", "--gpus", "2", "--seq", "128K", "--schedule", "ulysses", "--layers", "1")
-    for kept in ("checkpoint=full", "mlp=whole", "activations=hbm", "optimiser=gpu"):
-        small = (*small, "--vary", kept)
-    printed = run(capsys, *small)
+    """In its first line."""
+    printed = run(capsys, *LONG)
     assert printed.startswith("assumed: --cluster hgx-h100 --global-batch 4\n")
     assert "4 sequences (512K tokens) a step: 2 configurations" in printed
-    printed = run(capsys, *small, "--global-batch", "256K")
+    assert "--global-batch 1M is in tokens" in fails(capsys, *LONG, "--longest", "--global-batch", "1M")
+
+
+@pytest.mark.slow
+def test_plan_keeps_the_global_batch_that_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Replicas of ``any`` number train as many sequences as they are."""
+    printed = run(capsys, *LONG, "--global-batch", "256K")
     assert printed.startswith("assumed: --cluster hgx-h100\n")
     assert "2 sequences (256K tokens) a step: 2 configurations" in printed
-    rows = json.loads(run(capsys, *small, "--global-batch", "any", "--json"))["best"]
+    rows = json.loads(run(capsys, *LONG, "--global-batch", "any", "--json"))["best"]
     assert {row["schedule"]: row["sequences"] for row in rows} == {"ulysses (U 2)": 1, "ulysses (2 replicas)": 2}
-    assert "for 2 sequences" in run(capsys, *small, "--global-batch", "any")
-    assert "--global-batch 1M is in tokens" in fails(capsys, *small, "--longest", "--global-batch", "1M")
+    assert "for 2 sequences" in run(capsys, *LONG, "--global-batch", "any")
 
 
 PLANNED = (
@@ -165,6 +173,7 @@ def test_plan_refuses_what_is_no_budget(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.sweep
+@pytest.mark.slow
 def test_plan_takes_several_degrees_and_any_of_shares(capsys: pytest.CaptureFixture[str]) -> None:
     """Where others are one value; of stages as of shares of weights."""
     small = (*PLANNED[:-2], "--seq", "64K", "--vary", "checkpoint=full", "--vary", "mlp=whole", "--global-batch", "2")

@@ -21,7 +21,7 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
-from tests.helpers import make_cluster_spec, make_model
+from tests.helpers import make_cluster_spec, make_model, slow_but
 from topology.cluster import Cluster
 
 
@@ -40,7 +40,7 @@ def of_two(name: str, **fields: Any) -> Schedule:
         pytest.param({"scope": "layer", "layers": 2}, id="layers", marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", slow_but({"single", "zigzag", "allgather", "ulysses", "fpdt"}, SCHEDULES))
 def test_replicas_compute_their_own_sequences(name: str, fields: dict[str, Any]) -> None:
     checked = check(of_two(name, **fields))
     assert {port.batch for port in checked.schedule.program(0).inputs} <= {Span(0, 2), Span(0, 1)}

@@ -157,7 +157,7 @@ def held(checked: Checked, rotations: Rotations, attention: AttentionKernel = Fl
 @pytest.mark.parametrize(
     "name",
     slow_but(
-        {"single", "zigzag", "upipe", "fpdt"},
+        {"single", "zigzag", "fpdt"},
         [name for name, variant in VARIANTS.items() if "kernel" not in variant.options],
     ),
 )

@@ -18,7 +18,7 @@ from sim.schedule.methods.fpdt import FpdtOptions, build
 from sim.schedule.proof.check import Checked, check
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
-from tests.helpers import by_tier, make_model, slow_but, sweep_but
+from tests.helpers import make_model, slow_but
 from tests.schedule.model.test_step import is_exact, make_step, step
 from tests.schedule.proof.test_check_catches import refuses
 
@@ -38,8 +38,8 @@ def is_right(checked: Checked) -> None:
 
 
 @pytest.mark.parametrize("mask", slow_but({"causal"}, MASKS))
-@pytest.mark.parametrize("chunk", by_tier({8}, {16, 64}, [8, 16, 32, 64, 65536]))
-@pytest.mark.parametrize("ranks", sweep_but({2}, [1, 2, 4]))
+@pytest.mark.parametrize("chunk", slow_but({8, 64}, [8, 16, 32, 64, 65536]))
+@pytest.mark.parametrize("ranks", slow_but({2}, [1, 2, 4]))
 @pytest.mark.parametrize("options", [{}, {"offload": False}, {"pipeline": "published"}], ids=str)
 def test_any_number_of_chunks_is_exact(ranks: int, chunk: int, mask: str, options: dict[str, Any]) -> None:
     """With as many key/value heads as there are, or replicated over 4 ranks; a batch where chunks then have gaps."""
@@ -57,7 +57,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", sweep_but({"everything kept"}, STEPS))
+@pytest.mark.parametrize("name", slow_but({"everything kept", "with all techniques"}, STEPS))
 def test_steps_are_exact(name: str) -> None:
     """Three layers, and four chunks."""
     is_exact("fpdt", 2, step(layers=3), chunk=8, **STEPS[name])

@@ -342,7 +342,7 @@ def test_programs_are_built_lazily(name: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_the_grid_shows_every_op_once(name: str) -> None:
     checked = build(name, 1 if VARIANTS[name].schedule == "single" else 4, (8, 4), {"mask": "causal"}, "both", 1)
     assert checked is not None

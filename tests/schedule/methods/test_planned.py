@@ -27,7 +27,7 @@ from sim.words.mesh import Mesh
 from sim.words.patterns import AttentionSink, CausalBlockwise
 from sim.words.workload import Workload
 from tests.batches.batches import ANY_LENGTH, DIVIDED, OF_BLOCKS, PATTERNS
-from tests.helpers import make_cluster_spec, make_model
+from tests.helpers import make_cluster_spec, make_model, slow_but
 from tests.schedule.methods.plans import HELPED, LAYOUT, SEQ, TASKS, plans, proved, task, written
 from topology.cluster import Cluster
 
@@ -151,7 +151,7 @@ def enumerated_bytes(plan: Plan, workload: Workload) -> int:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", slow_but({3}, [2, 3, 4]))
 @pytest.mark.parametrize("name", [*ANY_LENGTH, *DIVIDED, *OF_BLOCKS])
 def test_every_planner_s_plan_of_one_document(name: str, ranks: int) -> None:
     plan = ({**ANY_LENGTH, **DIVIDED, **OF_BLOCKS}[name])(batch([SEQ]), ranks).plan
@@ -176,7 +176,7 @@ def test_documents() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", OF_BLOCKS)
+@pytest.mark.parametrize("name", slow_but({"fcp", "groups"}, OF_BLOCKS))
 def test_planners_of_blocks_take_every_mask(name: str, pattern: str) -> None:
     lengths = (17, 5, 26)
     plan = OF_BLOCKS[name](batch(lengths, PATTERNS[pattern]), 3).plan

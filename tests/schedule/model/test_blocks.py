@@ -19,7 +19,7 @@ from sim.schedule.proof.check import check
 from sim.schedule.proof.supersteps import Supersteps
 from sim.schedule.write.attention import attention_flops
 from sim.words.workload import LayerKind, Workload
-from tests.helpers import slow_but, sweep_but
+from tests.helpers import by_tier, slow_but
 from tests.schedule.model.test_step import STACKS, errors_of, make_step, replaced, step
 from tests.schedule.proof.test_check_catches import refuses
 
@@ -55,7 +55,21 @@ def exact(name: str, ranks: int, workload: Workload, dp: int = 1, **options: Any
     return errors_of(make_step(name, ranks, workload, dp, **options))
 
 
-@pytest.mark.parametrize("feature", sweep_but({"all biases", "norms of heads"}, FEATURES))
+@pytest.mark.parametrize(
+    "feature",
+    by_tier(
+        {"all biases", "norms of heads"},
+        {
+            "norms around",
+            "half of each head rotated",
+            "parallel residual",
+            "windows layer by layer",
+            "soft-caps",
+            "adapters",
+        },
+        FEATURES,
+    ),
+)
 def test_every_feature_is_exact(feature: str) -> None:
     exact("ring", 2, of(feature))
 
@@ -72,7 +86,7 @@ def test_every_feature_with_other_techniques(feature: str, stack: str) -> None:
 @pytest.mark.parametrize(
     "cell",
     slow_but(
-        {("fpdt", "norms of heads"), ("upipe", "all biases"), ("fpdt", "parallel residual")},
+        {("upipe", "all biases")},
         [("fpdt", "all biases"), ("upipe", "all biases"), ("fpdt", "norms of heads"), ("fpdt", "norms of q and k"),
          ("fpdt", "windows layer by layer"), ("upipe", "windows layer by layer"), ("fpdt", "parallel residual")],
     ),

@@ -18,7 +18,7 @@ from sim.schedule.model.block import Tile, act, block_of, gate, up
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload, load_model
-from tests.helpers import make_checked, make_model, slow_but, sweep_but
+from tests.helpers import by_tier, make_checked, make_model, slow_but
 from tests.schedule.model.test_step import make_step
 from tests.schedule.proof.test_check_catches import changed, drop, refuses
 
@@ -30,7 +30,9 @@ def layers(**fields: Any) -> Workload:
     return Workload(**options)
 
 
-@pytest.mark.parametrize("name", sweep_but({"single", "zigzag", "burst", "ulysses"}, SCHEDULES))
+@pytest.mark.parametrize(
+    "name", by_tier({"single", "zigzag", "burst", "ulysses"}, {"allgather", "fpdt", "upipe"}, SCHEDULES)
+)
 @pytest.mark.parametrize("passes", slow_but({"both"}, ["forward", "both"]))
 def test_every_schedule_is_proved_around_layers(name: str, passes: str) -> None:
     """In a data type narrower than the one that sums are kept in, which test_two_layers does not execute for all."""

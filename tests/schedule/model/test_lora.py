@@ -56,7 +56,7 @@ def exact(name: str, ranks: int, workload: Workload, dp: int = 1, **options: Any
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", slow_but({"ulysses", "fpdt", "upipe", "zigzag"}, SCHEDULES))
+@pytest.mark.parametrize("name", slow_but({"fpdt", "zigzag"}, SCHEDULES))
 def test_every_schedule_is_proved_and_exact(name: str) -> None:
     exact(name, 1 if name == "single" else 4, of())
 
@@ -93,7 +93,7 @@ def test_every_technique(stack: str) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mlp", ["tiled", "mini"])
+@pytest.mark.parametrize("mlp", slow_but({"tiled"}, ["tiled", "mini"]))
 @pytest.mark.parametrize("modules", ["fused", "eager"])
 def test_tiles_of_a_frozen_mlp(mlp: str, modules: ModulesName) -> None:
     """Some larger than a rank's tokens, and some of which a rank has several."""

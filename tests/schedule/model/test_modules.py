@@ -16,7 +16,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.setup.setup import Setup
 from sim.software.counted import Pass, amount, load_counted
 from sim.words.workload import ModelSpec, load_model
-from tests.helpers import slow_but, sweep_but
+from tests.helpers import by_tier, slow_but
 from tests.schedule.model.test_blocks import of
 from tests.schedule.model.test_step import errors_of, is_exact, make_step, replaced, step
 from tests.schedule.proof.test_check_catches import refuses
@@ -67,7 +67,13 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize(
-    "cell", sweep_but({("zigzag", "norms of heads, biases, tied")}, sorted(BLOCKS)), ids=" of ".join
+    "cell",
+    by_tier(
+        {("zigzag", "norms of heads, biases, tied")},
+        {("fpdt", "norms of heads"), ("ring", "parallel residual")},
+        sorted(BLOCKS),
+    ),
+    ids=" of ".join,
 )
 @pytest.mark.parametrize("kept", ["none", "full"])
 def test_other_blocks_are_exact(cell: tuple[str, str], kept: str) -> None:

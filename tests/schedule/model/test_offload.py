@@ -22,7 +22,7 @@ from sim.schedule.methods.one_device import on_one_device
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
-from tests.helpers import OFFLOADED, Variant, make_checked, make_model, sweep_but
+from tests.helpers import OFFLOADED, Variant, by_tier, make_checked, make_model
 from tests.schedule.proof.test_check_catches import changed, drop, refuses
 
 LAYERS = 3
@@ -37,7 +37,14 @@ def copies(schedule: Schedule, stream: str) -> list[HostCopy]:
     return [op for op in schedule.program(0).ops if isinstance(op, HostCopy) and op.stream == stream]
 
 
-@pytest.mark.parametrize("name", sweep_but({"single, offloaded", "zigzag, offloaded", "ulysses, offloaded"}, OFFLOADED))
+@pytest.mark.parametrize(
+    "name",
+    by_tier(
+        {"single, offloaded", "zigzag, offloaded", "ulysses, offloaded"},
+        {"fpdt, offloaded", "upipe, kept and offloaded", "ring, saved on the CPU"},
+        OFFLOADED,
+    ),
+)
 def test_every_schedule_keeps_the_activations_of_two_layers_on_the_gpu(name: str) -> None:
     keeps_those_of_two_layers(name, layers(layers=6), 1 if OFFLOADED[name].schedule == "single" else 2)
 

@@ -33,7 +33,7 @@ from sim.schedule.proof.check import Checked, check
 from sim.words.optimiser import ADAM
 from sim.words.workload import Workload
 from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
-from tests.helpers import make_cluster_spec, make_model, sweep_but
+from tests.helpers import by_tier, make_cluster_spec, make_model, slow_but
 from tests.schedule.model.test_step import is_exact, make_step, replaced, step, without
 from tests.schedule.proof.test_check_catches import refuses
 from topology.cluster import Cluster, load_cluster
@@ -52,7 +52,7 @@ STACKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("stack", [name for name in STACKS if "," in name])
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize("dtype", slow_but({"bf16"}, ["fp64", "bf16"]))
 def test_every_place_and_data_type(stack: str, dtype: str) -> None:
     """Those of ``test_step`` are exact there."""
     is_exact("zigzag", 2, step(layers=3, dtype=dtype), **STACKS[stack])
@@ -75,7 +75,11 @@ def test_all_ranks_on_one_device() -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    sweep_but({("host", "fp64"), ("fp32", "fp32")}, [(name, dtype) for name in STACKS for dtype in ("fp64", "fp32")]),
+    by_tier(
+        {("host", "fp64"), ("fp32", "fp32")},
+        {("model, host", "fp64"), ("host, reduced in the model's type", "fp64")},
+        [(name, dtype) for name in STACKS for dtype in ("fp64", "fp32")],
+    ),
 )
 def test_three_steps(monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str]) -> None:
     """What one leaves is what the next begins with; against three steps of torch's AdamW behind its clipping."""
@@ -225,7 +229,7 @@ def test_the_host_issues_nothing_while_it_updates() -> None:
 
 @pytest.mark.sweep
 @requires_compiler
-@pytest.mark.parametrize("stack", ["host", "host, weights kept", "model"])
+@pytest.mark.parametrize("stack", slow_but({"host, weights kept"}, ["host", "host, weights kept", "model"]))
 def test_both_engines_play_alike(stack: str) -> None:
     checked = make_step("ulysses", 4, step(dtype="bf16"), **STACKS[stack])
     for jitter in (STEADY, Jitter(0.1, 1)):

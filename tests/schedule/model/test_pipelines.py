@@ -14,7 +14,7 @@ from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
 from sim.accounts.memory import terms_in_use, walk
 from sim.base.errors import InputError
-from sim.schedule.ir.ops import Exchange, Op, SquareSum
+from sim.schedule.ir.ops import COMPUTE, Exchange, HostSync, Op, SquareSum
 from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import NAMED, SCHEDULES
 from sim.schedule.model.pipeline.timetables import (
@@ -86,6 +86,10 @@ CASES = {
     "dual pipe as a V": Case("dualpipe-v", "1,1,1,1", TWO),
     "dual pipe as a V, activations on the host": Case("dualpipe-v", "1,2,1,2", TWO, {"activations": "host"}),
     "interleaved": Case("interleaved", "2,1,1,1", TWO),
+    "1F1B, hosts wait for messages": Case("1f1b", "1,1,1", THREE, {"host_waits": "messages"}),
+    "interleaved, hosts wait for messages": Case("interleaved", "1,1,1,1", TWO, {"host_waits": "messages"}),
+    "1F1B of shares, norms summed once": Case("1f1b", "1,1", Mesh(pp=2, tp=2, ring=2), {"zero_stage": 1}),
+    "both ends one weight, shares": Case("1f1b", "1,1", SHARES, {"zero_stage": 1}, model={"tied_embeddings": True}),
     "zero bubble, interleaved, received as it comes": Case("interleaved-zb", "1,1,1,1,1,1", TWO),
     "breadth first": Case("looped-bfs", "1,1,2,1", TWO),
     "breadth first of rings, weights sharded": Case("looped-bfs", "1,1,1,1", RINGS, {"zero_stage": 3}),
@@ -135,19 +139,31 @@ CASES |= {
 CASES["around usp, of both"] = Case("interleaved", "1,1,1,1", Mesh(pp=2, ulysses=2, ring=2), {"zero_stage": 2}, "usp")
 QUICK = ("1F1B", "1F1B of rings, optimiser sharded", "zero bubble", "1F1B of rings, weights sharded")
 QUICK += ("both ends one weight, optimiser sharded", "dual pipe")
-SLOW = {f"around {name}" for name in SCHEDULES if name not in {"ulysses", "upipe", "fpdt"}}
-"""Of what others say in make test, each by itself."""
-SLOW |= {
-    "1F1B of rings, nothing sharded", "adapters, both ends one weight", "both ends one weight, within replicas",
-    "breadth first of rings, weights sharded", "dual pipe as a V, activations on the host",
-    "dual pipe of replicas, sharded within", "dual pipe, sums to all", "dual pipe of rings, gradients sharded",
-    "interleaved of three stages", "replicas, nothing sharded", "zero bubble as a V of rings, weights sharded",
-    "zero bubble as a V of three stages", "zero bubble of rings, gradients sharded",
-    "zero bubble of rings, weights sharded",
-}  # fmt: skip
+TESTED = {
+    "1F1B, hosts wait for messages",
+    "GPipe",
+    "zero bubble, interleaved",
+    "zero bubble as a V",
+    "parts handed on",
+    "dual pipe, one sum",
+    "dual pipe of shares",
+    "dual pipe as a V",
+    "interleaved",
+    "breadth first",
+    "1F1B, weights sharded, the head alone",
+    "interleaved rings, weights sharded",
+    "activations on the host, interleaved",
+    "weights on the host",
+    "computed again",
+    "replicas, sharded within",
+    "both ends one weight, three stages",
+    "both ends one weight, shares",
+    "around upipe",
+}
+"""Each order of passes, and what stages may have beside it, once."""
 
 
-@pytest.mark.parametrize("name", by_tier(QUICK, CASES.keys() - SLOW, CASES))
+@pytest.mark.parametrize("name", by_tier(QUICK, TESTED, CASES))
 def test_pipelines_are_proved_and_exact(name: str) -> None:
     """Losses, weights and moments equal those of one process."""
     checked = check(CASES[name].build())
@@ -225,6 +241,25 @@ def test_parts_that_are_handed_on_go_between_stages_once() -> None:
         return sum(program.nbytes(view) for program, op in found for _, view in op.sends)
 
     assert sent("all") == 2 * sent("parts") == 2 * 2 * 4 * 16 * 16 * 8
+
+
+def test_the_host_waits_for_what_stages_hand_on() -> None:
+    """It waits for what it sends, makes two headers forward and one back, and reads as many of what it receives."""
+    program = CASES["1F1B, hosts wait for messages"].build(3).program(1)
+    ops = [op for op in program.ops if isinstance(op, Exchange | HostSync) and op.label != "wait for the micro-batch"]
+    found = {"send": set[int](), "receive": set[int]()}
+    for at, op in enumerate(ops):
+        if isinstance(op, Exchange):
+            waits = ops[at - 2 : at] if op.sends else ops[at + 1 : at + 3]
+            stream = COMPUTE if op.sends else op.communicator
+            first, second = (one for one in waits if isinstance(one, HostSync))
+            assert first.streams == second.streams == (stream,)
+            assert first.calls is msgspec.UNSET
+            assert isinstance(second.calls, int)
+            found["send" if op.sends else "receive"].add(second.calls)
+    assert len(ops) == 3 * 3 * 4
+    assert found == {"send": {8, 16}, "receive": {20, 40}}
+    assert not any(isinstance(op, HostSync) for op in CASES["1F1B of three stages"].build(3).program(1).ops)
 
 
 def changed(change: Callable[[int, Op], Op | None], name: str = "1F1B") -> Schedule:

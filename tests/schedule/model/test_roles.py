@@ -39,7 +39,7 @@ def schedule_of(name: str, what: str, dp: int) -> Schedule:
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("what", WORKLOADS)
-@pytest.mark.parametrize("name", by_tier({"ulysses"}, {"usp of 2", "usp, rings inside", "upipe, kept"}, TRADING))
+@pytest.mark.parametrize("name", by_tier({"ulysses"}, {"usp, rings inside"}, TRADING))
 def test_a_rank_is_written_as_it_writes_itself(name: str, what: str, dp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     writers: list[int] = []
 

@@ -6,10 +6,11 @@ import pytest
 
 from sim.schedule.ir.ops import Exchange
 from sim.schedule.write.traces import Shape, Traced, Traces
-from tests.schedule.model.test_pipelines import CASES
+from tests.helpers import slow_but
+from tests.schedule.model.test_pipelines import CASES, QUICK, TESTED
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but({*QUICK, *TESTED}, CASES))
 def test_a_stage_does_what_it_writes_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = CASES[name].build().to_json()
     monkeypatch.setattr(Traces, "of", lambda *_: None)

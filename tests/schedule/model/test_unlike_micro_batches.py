@@ -22,7 +22,7 @@ from sim.schedule.methods.planned import planned
 from sim.schedule.proof.check import check
 from sim.words.mesh import Mesh
 from sim.words.workload import PackedSequence, Workload
-from tests.helpers import by_tier, make_model
+from tests.helpers import by_tier, make_model, slow_but
 from tests.schedule.model.test_step import errors_of
 from tests.schedule.proof.mutation_headers import above
 from tests.schedule.proof.test_check_catches import refuses
@@ -67,7 +67,7 @@ CELLS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "cell", by_tier({"1F1B", "rings"}, CELLS.keys() - {"replicas, zero bubble", "interleaved"}, CELLS)
+    "cell", by_tier({"1F1B", "rings"}, {"one device", "a V of shared heads", "replicas with shards"}, CELLS)
 )
 def test_losses_and_updates_are_those_of_one_process(cell: str) -> None:
     """The loss is the mean over the labels of all micro-batches, whatever their lengths."""
@@ -94,7 +94,7 @@ PLANNED: dict[str, Any] = {"over gathered keys": (gathered, wlb), "by messages o
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("cell", PLANNED)
+@pytest.mark.parametrize("cell", slow_but({"by messages of blocks"}, PLANNED))
 def test_each_has_a_plan_of_its_own(cell: str) -> None:
     """WLB-LLM's shards per document, whose ranks have other tokens in each micro-batch; and blocks."""
     play, planner = PLANNED[cell]

@@ -23,6 +23,9 @@ from sim.words.workload import Workload
 from tests.helpers import make_model
 from tests.schedule.proof.mutations import mutate, operators
 
+USERS = remembered._path
+"""Of the user's cache, and not of the session that runs the tests."""
+
 
 def written(ranks: int = 2) -> Schedule:
     """Return a small ring, written anew."""
@@ -42,7 +45,8 @@ def wrong() -> Schedule:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let proofs be remembered, in a cache of the test's own."""
+    """Let proofs be remembered where they are by default, in a cache of the test's own."""
+    monkeypatch.setattr(remembered, "_path", USERS)
     monkeypatch.setenv("LONGSTEP_PROOFS", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "longstep" / "proofs" / "proved"

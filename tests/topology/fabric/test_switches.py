@@ -134,7 +134,7 @@ def test_ports_are_on_leaves_by_nodes_or_by_rails() -> None:
         (MeshSpec(dims=(32, 32)), 1, 0),
         (TorusSpec(dims=(16, 8, 8)), 1, 0),
         (FullMeshSpec(dims=(32, 32)), 1, 0),
-        (FullMeshSpec(dims=(1024,)), 1, 0),
+        pytest.param(FullMeshSpec(dims=(1024,)), 1, 0, marks=pytest.mark.slow),
         (CircuitsSpec(strides=(1, 32)), 1, 0),
     ],
 )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from sim.base.errors import InputError, unknown
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens
-from sim.schedule.ir.ops import Exchange, Message
+from sim.schedule.ir.ops import COMPUTE, Exchange, HostSync, Message
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
@@ -31,6 +31,13 @@ from sim.words.workload import DTYPE_BYTES, Workload
 FORWARD, BACK = (tuple([f"{way} {number}" for number in range(64)]) for way in ("forward", "back"))
 """The communicators between chunks: see ``Stages.links``."""
 LINKS = frozenset((*FORWARD, *BACK))
+_SENDS, _RECEIVES = 8, 20
+"""Eager calls of the host around each tensor that stages hand on with headers of their own: of who sends them, two
+copies to the GPU, two sends and two asserts; of who receives them two receives and 17 figures that the host copies from
+the GPU one by one (nanotron 0.4 parallel/pipeline_parallel/p2p.py, _send_meta, _recv_meta, create_empty_storage)."""
+_FORWARD, _BACK = 2, 1
+"""Tensors handed on: activations and the mask of their sequences, of which only the former have gradients (nanotron 0.4
+models/llama.py, module_output_keys)."""
 _SHOWN = 16
 """Chunks that an example in a message has at most."""
 
@@ -157,7 +164,8 @@ class Stages:
         """
         (line,) = [group for group in self._mesh.groups("pp") if b.rank in group]
         parts = self._options.tp_hands == "parts"
-        return Borders(self, b, [(tokens, group if parts else None) for tokens, group in shared], x, line)
+        waits = self._options.host_waits == "messages"
+        return Borders(self, b, [(tokens, group if parts else None) for tokens, group in shared], x, line, waits=waits)
 
     def stage_of(self, number: int, micro: int = 0) -> int:
         """Return which stage a chunk is on, of two copies the one that a micro-batch passes."""
@@ -249,11 +257,14 @@ class Borders:
         handed: Sequence[tuple[Tokens, Group | None]],
         x: Tensor,
         line: tuple[int, ...],
+        *,
+        waits: bool,
     ) -> None:
         """``handed`` are tokens by the forms of sequences, and the group whose members hand on a part of them each, if
-        they do; ``x`` is what layers hand on, ``line`` the ranks of all stages.
+        they do; ``x`` is what layers hand on, ``line`` the ranks of all stages. ``waits`` as of ``Border``.
         """
         self._stages, self._b, self._handed, self._x, self._line = stages, b, handed, x, line
+        self._waits = waits
         self._stage = line.index(b.rank)
         self._turns: defaultdict[int, Turn] = defaultdict(Turn)
 
@@ -294,7 +305,8 @@ class Borders:
     def _border(self, before: int, stage: int, link: int) -> Border:
         """Return the border behind a chunk, beyond which is a stage."""
         x, handed = self._x.later(self._stages.layers(before).stop), self._handed[self._b.form]
-        return Border(self._b, *handed, x, self._line[stage], FORWARD[link], BACK[link], self._turns[before])
+        names = FORWARD[link], BACK[link]
+        return Border(self._b, *handed, x, self._line[stage], *names, self._turns[before], self._waits)
 
 
 class Border(NamedTuple):
@@ -313,12 +325,15 @@ class Border(NamedTuple):
     back: str
     came: Turn
     """What has been received before the pass that needs it."""
+    waits: bool
+    """Whether the host waits for what it sends and receives, as a header says what each tensor is."""
 
     def sent(self, by: str, tensor: Tensor, view: View) -> None:
         """Append what sends a tensor to the other side, in a call of its own, as nothing else meets that side then."""
 
         def send(view: View) -> None:
             sends = (Message(self.peer, self.group.sent_part(self.b, tensor, view) if self.group else view),)
+            self._wait(f"send the header of {tensor.name}", COMPUTE, _SENDS * self._num_tensors(by))
             self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
 
         self.b.call(f"send {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, send, view)
@@ -331,9 +346,19 @@ class Border(NamedTuple):
             view = self.b.new(tensor, num_tokens(self.tokens) // members)
             recvs = (Message(self.peer, view),)
             self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
+            self._wait(f"read the header of {tensor.name}", by, _RECEIVES * self._num_tensors(by))
             return self.group.of_parts(self.b, tensor, view) if self.group else view
 
         return self.b.call(f"receive {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, receive)
+
+    def _num_tensors(self, by: str) -> int:
+        return _FORWARD if by == self.forward else _BACK
+
+    def _wait(self, label: str, stream: str, calls: int) -> None:
+        """Append that the host waits for a stream, and then has so many calls of its own."""
+        if self.waits:
+            self.b.add(HostSync(label=label, streams=(stream,)))
+            self.b.add(HostSync(label=label, streams=(stream,), calls=calls))
 
 
 class FromStage(NamedTuple):

@@ -52,6 +52,8 @@ class Gathering:
         """The unit of both ends of the model, where it has one and this pass has gathered it."""
         self._order: tuple[Unit, ...] = ()
         """In which order this pass gathers."""
+        self._turn = 0
+        """How many of these are of the forward pass, where a backward pass follows it at once."""
         self._begun = self._gathered = 0
         """How many are in this pass, and have arrived."""
 
@@ -75,8 +77,7 @@ class Gathering:
 
     def _gathered_weights(self, unit: Unit) -> Values:
         """Append what brings the weights of a unit here, and sends those of the next ones; return them."""
-        ahead_of_it = self._ahead * (len(together(self._layers[0], self._b.workload.model)) if self._ahead else 0)
-        for ahead in self._order[self._begun : self._gathered + 1 + ahead_of_it]:
+        for ahead in self._order[self._begun : self._to_begin]:
             self._sets.append(self._begin(ahead))
             self._begun += 1
         assert self._order[self._gathered] == unit, f"{unit.name} {unit.layer} is gathered out of order"
@@ -86,6 +87,15 @@ class Gathering:
             return weights
         self._b.call(f"unpack {unit.name}", unit.layer, partial(self.fill, unit), flat, weights)
         return weights
+
+    @property
+    def _to_begin(self) -> int:
+        """How many of this pass are to be on their way before kernels of the next one."""
+        needed = self._gathered + 1
+        wanted = needed + (self._ahead * len(together(self._layers[0], self._b.workload.model)) if self._ahead else 0)
+        if self._owned.options.backward_prefetch == "ahead":
+            return wanted
+        return needed if self._b.part == "backward" else max(needed, min(wanted, self._turn))
 
     def _begin(self, unit: Unit) -> tuple[View, Values]:
         """Append what sends a unit's weights; return where they arrive, and where they are to be."""
@@ -167,3 +177,5 @@ class Gathering:
         self._both_ends.clear()
         self._begun = self._gathered = 0
         self._order = tuple([one for unit in order for one in together(unit, self._b.workload.model)])
+        again = (at for at, unit in enumerate(self._order) if unit in self._order[:at])
+        self._turn = next(again, len(self._order))

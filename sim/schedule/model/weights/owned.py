@@ -66,10 +66,15 @@ class Owned:
         within = self.shards.within
         return len(within.group_of(self._owner)) if within else 1
 
+    @property
+    def position(self) -> int:
+        """Which of the parts of flat tensors this rank owns."""
+        return self.shards.within.position(self._owner) if self.shards.within else 0
+
     def rows(self, flat: Tensor) -> Tokens:
         """Return the elements that this rank owns."""
         (whole,), each = flat.rows(self.b.workload.model), self.each(flat)
-        start = self.shards.within.position(self._owner) * each if self.shards.within else 0
+        start = self.position * each
         if start >= whole.size:
             raise InputError(
                 f"`gpus`: {self.num_parts} ranks are too many for the {whole.size} elements of {flat.name}, {each} "

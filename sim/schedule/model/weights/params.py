@@ -71,14 +71,15 @@ def sum_over_group(
             b.add(AllReduce(label=f"sum {gradient.name}", communicator=one.name, view=view))
 
 
-def summed_over_group_bytes(workload: Workload, degree: int, *, sequence: bool) -> int:
-    """Return what all members of a group of so many ranks send for that, once for all trained weights of a workload:
-    2 (A-1) bytes per byte of what A of them have alike.
+def summed_over_group(workload: Workload, degree: int, *, sequence: bool) -> tuple[int, int]:
+    """Return how many elements all members of a group of so many ranks send for that, once for all trained norms of a
+    workload and once for all else: 2 (A-1) for each that A of them have alike.
     """
-    share = Share(workload.model, 0, degree)
-    weights = [one for unit in trained(workload) for one in unit.weights if share.sums(one, sequence=sequence)]
-    sent = sum(degree // share.alike(one) * 2 * (share.alike(one) - 1) * share.size(one) for one in weights)
-    return sent * DTYPE_BYTES[workload.dtype] if workload.backward else 0
+    share, found = Share(workload.model, 0, degree), {True: 0, False: 0}
+    for weight in (one for unit in trained(workload) for one in unit.weights if share.sums(one, sequence=sequence)):
+        alike = share.alike(weight)
+        found[share.is_norm(weight)] += degree // alike * 2 * (alike - 1) * share.size(weight)
+    return (found[True], found[False]) if workload.backward else (0, 0)
 
 
 class Replicated:
@@ -142,5 +143,5 @@ class Replicated:
         """Return what the all-reduces send, over all ranks: 2 (P-1) bytes per byte of a gradient that P ranks have."""
         share, alike = Share(workload.model, 0, mesh.tp), mesh.size // mesh.tp
         size = sum(share.size(unit.flat) for unit in trained(workload)) * DTYPE_BYTES[workload.dtype]
-        of_group = alike * summed_over_group_bytes(workload, mesh.tp, sequence=sequence)
+        of_group = alike * sum(summed_over_group(workload, mesh.tp, sequence=sequence)) * DTYPE_BYTES[workload.dtype]
         return 2 * mesh.tp * (alike - 1) * size + of_group if workload.backward else 0

@@ -12,7 +12,7 @@ from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.shares import Share
 from sim.schedule.model.scope import ADAPTERS, LAYER, ROOT, Unit, trained, units, updated
 from sim.schedule.model.tensor.group import alike_of
-from sim.schedule.model.weights.params import summed_over_group_bytes
+from sim.schedule.model.weights.params import summed_over_group
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
 from sim.words.workload import DTYPE_BYTES, ModelSpec, Workload, accumulation_dtype
@@ -96,7 +96,8 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions, copies: i
     layers are gathered for both passes over each micro-batch at stage 3, of both ends once for each; below it all once,
     where they are sharded. Gradients are summed for each micro-batch from stage 2 on, below it and with sync=last once.
     Frozen weights are gathered at stage 3 alone, and have none. Where two stages have copies of weights, each copy is
-    passed by half of the micro-batches, and those of both halves meet in one sum.
+    passed by half of the micro-batches, and those of both halves meet in one sum. Norms of a tensor-parallel group are
+    summed over it as often as gradients over ranks.
     """
     own, wide = DTYPE_BYTES[workload.dtype], DTYPE_BYTES[accumulation_dtype(workload.dtype)]
     on_wire = own if options.reduce == "model" else wide
@@ -114,13 +115,16 @@ def moved_bytes(workload: Workload, mesh: Mesh, options: LayerOptions, copies: i
         if stage == 3 or (stage and not unit.frozen):
             gathered += gathers * size * (2 if stage == 3 and unit.name in {LAYER, ADAPTERS} else 1)
     to_owners = _squares_parts(options)
-    summed = sums * total * on_wire * (1 if to_owners else 2)
+    summed = sums * total * on_wire * (1 if to_owners and not options.cuts_sums else 2)
     across = 2 * (groups - 1) * sums * total * on_wire * (1 if to_owners else ranks)
     squared = mesh.pp // copies * mesh.tp * (ranks if to_owners else 1)
     squares = mesh.size // squared * 2 * (squared - 1) * len(trained(workload)) * wide
-    of_group = summed_over_group_bytes(workload, mesh.tp, sequence=options.tp_sequence)
+    norms, others = summed_over_group(workload, mesh.tp, sequence=options.tp_sequence)
+    of_group = options.micro_batches * own * (others if options.sums_whole else norms + others)
+    if options.sums_whole:
+        of_group += copies * norms * _added_bytes(workload, options)
     of_weights = groups * (ranks - 1) * (gathered * own + summed) + across + _of_ends(workload, mesh, options)
-    return mesh.tp * of_weights + squares + alike * options.micro_batches * of_group
+    return mesh.tp * of_weights + squares + alike * of_group
 
 
 def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
@@ -133,8 +137,13 @@ def _of_ends(workload: Workload, mesh: Mesh, options: LayerOptions) -> int:
     size = Share(workload.model, 0, mesh.tp).size(roots[0].flat)
     of_stage = mesh.size // mesh.pp // mesh.tp
     copies = of_stage if not _squares_parts(options) else mesh.dp if options.shards == "replica" else 1
-    narrow = options.reduce == "model" and options.micro_batches == 1
-    return 2 * copies * size * DTYPE_BYTES[workload.dtype if narrow else accumulation_dtype(workload.dtype)]
+    return 2 * copies * size * _added_bytes(workload, options)
+
+
+def _added_bytes(workload: Workload, options: LayerOptions) -> int:
+    """Return the bytes of an element of gradients of all micro-batches of a rank."""
+    narrow = options.reduce == "model" and (options.micro_batches == 1 or options.adds_narrow)
+    return DTYPE_BYTES[workload.dtype if narrow else accumulation_dtype(workload.dtype)]
 
 
 def part_of(size: int, parts: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
@@ -28,7 +29,10 @@ class Summing:
     DDP's no_sync (torch/nn/parallel/distributed.py), which nanotron leaves for the last one alone (0.4
     parallel/pipeline_parallel/engine.py, _get_bwd_context).
 
-    With reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
+    With accumulate_in=model whole gradients of micro-batches are added as they are to those of the first one.
+
+    With reduce_by=all-reduce stages 1 and 2 sum by an all-reduce, of which each rank copies what it owns. With
+    reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
     accumulate=in-place or in-products a unit's gradients are added, as they are, to a buffer that a step begins with as
     zeros and holds to its end. With bucket_mb and in-place those of the last backward pass go through buckets in the
     model's data type, which stay, too: torch's DDP fills its own before it calls the hook that adds them up (nanotron
@@ -53,11 +57,9 @@ class Summing:
         """Whether a rank gets more of a sum than it owns."""
         self._to_come = dict.fromkeys(owned.trained, owned.visits)
         """Of how many micro-batches a unit still lacks gradients."""
-        at_once = options.sync == "last"
-        self._sums_late = not at_once and (owned.stage == 1 or (owned.stage == 0 and options.micro_batches > 1))
-        """Whether gradients are summed over ranks when all units have theirs."""
-        self._adds_whole = at_once and (options.micro_batches > 1 or options.accumulate != "copies")
-        """Whether those of micro-batches add up before they are summed over ranks, unit by unit."""
+        self._sums_late, self._adds_whole, self._sums_whole = options.sums_late, options.adds_whole, options.sums_whole
+        self._adds_direct = options.adds_narrow and options.sums_whole
+        """Whether those of further micro-batches are added, as they are, to those of the first one."""
         self._in_place: dict[Unit, View] = {}
         """The buffer to which all gradients of a unit are added, where there is one from step to step."""
         self._filled: list[View] = []
@@ -92,6 +94,8 @@ class Summing:
             made = self._b.buffer(f"buckets of {unit.name}", "i", flat.shape, self._b.workload.dtype, "communication")
             self._filled.append(made)
             return flat, made
+        if self._adds_direct and unit in self._summed:
+            return (self._summed[unit],)
         if self._owned.stage < 2 or not self._owned.shards.gradients or (self._adds_whole and unit not in self._summed):
             return ()
         if unit.name not in self._packed:
@@ -125,13 +129,16 @@ class Summing:
         b, made = self._b, self._made
         self._made = {}
         (size,) = unit.flat.shape(b.workload.model)
-        alike, sequence = self._owned.shards.alike, self._owned.options.tp_sequence
-        for gradient in (d(weight) for weight in unit.weights if d(weight) in made):
-            sum_over_group(b, alike, gradient, made[gradient], sequence=sequence)
+        for weight in unit.weights:
+            if d(weight) in made and not (self._sums_whole and b.share.is_norm(weight)):
+                self._sum_over_group(weight, made[d(weight)])
         if self._owned.shards.has_both_ends(unit):
             made |= {d(weight): self._none_of(weight) for weight in unit.weights if d(weight) not in made}
         gradients = tuple([made[d(weight)] for weight in unit.weights])
-        if self._in_place:
+        if self._adds_direct and unit in self._summed:
+            (flat,) = room
+            b.add(Pack(label=f"add gradients of {unit.name}", gradients=gradients, flat=flat[:size], adds=True))
+        elif self._in_place:
             flat, *buckets = room
             label, into = f"add gradients of {unit.name}", flat[:size]
             for bucket in buckets:
@@ -145,21 +152,51 @@ class Summing:
         else:
             (flat,) = room or (self._whole_gradient(unit),)
             b.add(Pack(label=f"pack gradients of {unit.name}", gradients=gradients, flat=self._owned.pad(flat, size)))
-        return (flat if self._sums_late or self._adds_whole else self._sum(unit, flat),)
+        return (flat if self._sums_whole else self._sum(unit, flat),)
+
+    def _sum_over_group(self, weight: Tensor, gradient: View) -> None:
+        sequence = self._owned.options.tp_sequence
+        sum_over_group(self._b, self._owned.shards.alike, d(weight), gradient, sequence=sequence)
 
     def _sum(self, unit: Unit, flat: View) -> View:
-        """Append what sums a gradient over all ranks; return what this rank owns of it."""
+        """Append what sums a gradient over all ranks; return what this rank owns of it. Norms come first, which have
+        waited for the last micro-batch to be summed over a tensor-parallel group (nanotron 0.4
+        parallel/tied_parameters.py, sync_tied_weights_gradients; megatron-core 0.16.1
+        distributed/finalize_model_grads.py, _allreduce_non_tensor_model_parallel_grads).
+        """
         b, gradients, across = self._b, self._owned.shards.gradients, self._owned.shards.across
+        ends = [*accumulate(math.prod(weight.shape(b.workload.model)) for weight in unit.weights)]
+        for start, stop, weight in zip([0, *ends], ends, unit.weights, strict=False):
+            if self._sums_whole and b.share.is_norm(weight) and not self._lacks_norms(unit):
+                self._sum_over_group(weight, flat[start:stop])
         own = flat
-        if gradients and self._owned.stage and not self._to_all:
+        if gradients and self._owned.stage and not self._to_all and not self._owned.options.cuts_sums:
             own, sends = b.new(self._gradient(unit), self._owned.each(unit.flat)), Split(flat, 0, self._owned.num_parts)
             b.add(ReduceScatter(label=f"reduce {unit.name}", communicator=gradients.name, sends=sends, recv=own))
         elif gradients:
             for bucket in self._buckets(unit, flat):
                 b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=bucket))
+            own = self._cut(unit, flat) if self._owned.options.cuts_sums else flat
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
         return self._own_part(unit, own)
+
+    def _sum_whole(self, unit: Unit, flat: View) -> View:
+        """Append the same in a call of its own."""
+        name = f"reduce {unit.name}{' without norms' if self._lacks_norms(unit) else ''}"
+        return self._b.call(name, unit.layer, partial(self._sum, unit), flat)
+
+    def _lacks_norms(self, unit: Unit) -> bool:
+        """Return whether this stage has the first one of both ends of the model, whose norm is at the last one."""
+        shards = self._owned.shards
+        return bool(shards.ends and shards.has_both_ends(unit) and not shards.ends.position(self._b.rank))
+
+    def _cut(self, unit: Unit, summed: View) -> View:
+        """Append what copies of a gradient that all ranks have what this one owns; return that, padding included."""
+        each, at = self._owned.each(unit.flat), self._owned.position
+        own = self._b.new(self._gradient(unit), each)
+        self._b.copy(summed[at * each : (at + 1) * each], own, f"take own part of {unit.name}")
+        return own
 
     def _buckets(self, unit: Unit, flat: View) -> list[View]:
         """Return the parts of a gradient that an all-reduce each sums, in this order, padding with the first."""
@@ -191,7 +228,7 @@ class Summing:
             if self._to_come[unit]:
                 return
             whole = self._summed[unit]
-            gradient = self._b.call(f"reduce {unit.name}", unit.layer, partial(self._sum, unit), whole)
+            gradient = self._sum_whole(unit, whole)
         self._arrived.append((unit, gradient))
         self._settle(lag=1)
 
@@ -211,12 +248,13 @@ class Summing:
     def _take(self, unit: Unit, gradient: View) -> None:
         """Append what adds a gradient to those of earlier micro-batches, where that is still to do."""
         b, several = self._b, self._owned.options.micro_batches > 1
-        if self._in_place:
+        if self._in_place or (self._adds_direct and unit in self._summed):
             self._summed[unit] = gradient
         elif unit in self._summed:
             b.call(f"add {unit.name}", unit.layer, partial(self._added, unit), gradient, self._summed[unit])
         else:
-            self._summed[unit] = self._cast(gradient, b.sum_dtype) if several else gradient
+            cast = several and not self._owned.options.adds_narrow
+            self._summed[unit] = self._cast(gradient, b.sum_dtype) if cast else gradient
 
     def _added(self, unit: Unit, gradient: View, into: View) -> None:
         self._b.add(Accumulate(label=f"add gradients of {unit.name}", source=gradient, into=into))
@@ -253,7 +291,7 @@ class Summing:
         self._settle(lag=0)
         self._packed.clear()
         sums = [one.name for one in (self._owned.shards.gradients, self._owned.shards.across) if one]
-        if any(self._to_come.values()) and sums and not (self._sums_late or self._adds_whole):
+        if any(self._to_come.values()) and sums and not self._sums_whole:
             self._b.add(HostSync(label="wait for sums", streams=tuple(sums)))
 
     def complete(self) -> tuple[dict[Unit, View], View]:
@@ -262,10 +300,7 @@ class Summing:
         """
         b = self._b
         if self._sums_late:
-            self._summed = {
-                unit: b.call(f"reduce {unit.name}", unit.layer, partial(self._sum, unit), flat)
-                for unit, flat in self._summed.items()
-            }
+            self._summed = {unit: self._sum_whole(unit, flat) for unit, flat in self._summed.items()}
             for unit in self._summed:
                 self._finish(unit)
         if not self._owned.on_host:
