@@ -160,7 +160,7 @@ class Cluster:
     @cached_property
     def uneven(self) -> bool:
         """Whether some GPU's own links have another rate than the spec says of all."""
-        return any(special.link != 1.0 for special in self.spec.per_gpu.values())
+        return self.spec.uneven
 
     @cached_property
     def even(self) -> Cluster:

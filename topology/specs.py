@@ -257,6 +257,11 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
         return (self.nic and self.nic.stripe) or max(1, self.nics_per_node // self.gpus_per_node)
 
     @property
+    def uneven(self) -> bool:
+        """Whether some GPU's own links have another rate than all others."""
+        return any(special.link != 1.0 for special in self.per_gpu.values())
+
+    @property
     def has_links_apart(self) -> bool:
         """Whether no two GPUs of a node share a link, and all have the same ways to others: each has its own port to a
         switch that joins all, and its own NICs.

@@ -41,10 +41,15 @@ _KINDS = {
 
 def preset_names(folder: str, suffix: str = ".toml") -> list[str]:
     """Return the names of the presets that ship in ``folder`` (``package/subfolder``), sorted; none is no error."""
+    return [*_preset_names(folder, suffix)]
+
+
+@lru_cache(maxsize=64)
+def _preset_names(folder: str, suffix: str) -> tuple[str, ...]:
     package, _, sub = folder.partition("/")
     place = resources.files(package).joinpath(sub)
     files = place.iterdir() if place.is_dir() else ()
-    return sorted(f.name.removesuffix(suffix) for f in files if f.name.endswith(suffix))
+    return tuple(sorted(f.name.removesuffix(suffix) for f in files if f.name.endswith(suffix)))
 
 
 def load_toml(what: str, name: str, struct: type[T], folder: str, where: str) -> T:

@@ -165,7 +165,8 @@ def extended(setup: Setup, like: Extended | None = None) -> Extended:
     if setup.scope != "step" or setup.one_device:
         what = "ranks share a device" if setup.one_device else f"scope is {setup.scope}"
         raise InputError(f"`extend` is of training steps whose ranks have GPUs of their own; {what}: set `scope` step")
-    found = Extended(setup, steps_of(setup, like=like.steps if like else None))
+    steady = setup.replace(jitter=0.0)  # as it is played, so that equal members are counted as one
+    found = Extended(setup, steps_of(steady, like=like.steps if like else None))
     if like and "room" in vars(like) and _has_room_of(setup.resolved(), like.setup.resolved()):
         vars(found)["room"] = like.room
     return found

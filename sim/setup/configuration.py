@@ -11,6 +11,7 @@ import msgspec
 
 from sim.base.errors import LengthError
 from sim.engine.costs.cost import CostModel
+from sim.engine.play.fold import folds_members
 from sim.engine.play.jitter import STEADY, Jitter
 from sim.engine.play.simulate import Engine
 from sim.schedule.ir.program import Schedule
@@ -73,7 +74,8 @@ class Configuration:
     @property
     def asked(self) -> Asked:
         """What is to be built."""
-        return Asked(self.schedule, self.entry, self.workload, self.mesh, self.options, self.hints)
+        alike = folds_members(self.spec) and not self.jitter.share  # members whose noise differs are not
+        return Asked(self.schedule, self.entry, self.workload, self.mesh, self.options, self.hints, alike)
 
     def built(self, ranks: int | None = None, share: float = BUILT) -> Schedule:
         """Return the schedule. ``ranks`` is how many ranks' programs will be used, by default all; ``share`` is as of
@@ -97,7 +99,7 @@ class Configuration:
         found = self
         for _ in range(len(self.workload.forms)):
             try:
-                found.built(ranks=1, share=1.0)
+                found.built(ranks=0, share=1.0)
             except LengthError as error:
                 found = dataclasses.replace(found, workload=_filled(found.workload, error))
             else:

@@ -23,9 +23,9 @@ import msgspec
 
 from sim.base.errors import TooLargeError
 from sim.base.garbage import garbage_collection_off
-from sim.schedule.derive.roles import firsts, of_kinds
+from sim.schedule.derive.roles import firsts, of_kinds, roles
 from sim.schedule.ir.ops import Collective, Exchange
-from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.program import Program, Schedule
 from sim.schedule.methods.catalog import NAMED, Entry
 from sim.schedule.methods.hints import Hints
 from sim.words.mesh import Mesh
@@ -81,6 +81,8 @@ class Asked(NamedTuple):
     mesh: Mesh
     options: Any
     hints: Hints
+    folds_members: bool = False
+    """Whether members of tensor-parallel groups that do the same are played as one on this machine."""
 
 
 class Counts(NamedTuple):
@@ -161,11 +163,13 @@ class Likeness(NamedTuple):
     """How many of them are built, and there played, for all."""
     trading: bool
     """Whether one of the ranks that trade heads is written for all, and all are proved as one."""
+    members: int
+    """How many of each tensor-parallel group are written, and played, for all."""
 
     def ranks(self, mesh: Mesh) -> tuple[int, int, int]:
         """Return how many programs differ in more than places, how many are proved, and how many are played."""
         one = mesh.size // mesh.dp
-        roles = one * self.replicas
+        roles = one // mesh.tp * self.members * self.replicas
         return roles // (mesh.ulysses if self.trading else 1), one if self.replicated else mesh.size, roles
 
 
@@ -220,12 +224,16 @@ def growth_of(asked: Asked) -> Growth:
     tried = {"ring": rings, "chunks": (2, 3, 4), "layers": (2, 3), "micro_batches": (2, 3)}
     grows = {axis: points for axis, points in tried.items() if getattr(sizes, axis) > points[-1]}
     least = sizes._replace(**{axis: points[0] for axis, points in grows.items()})
-    base, likeness = _counted(asked, least)
+    smallest = _small(asked, least)
+    base = _counted(smallest)
     along = {
-        axis: ((points[0], base), *((size, _counted(asked, least._replace(**{axis: size}))[0]) for size in points[1:]))
+        axis: (
+            (points[0], base),
+            *((size, _counted(_small(asked, least._replace(**{axis: size})))) for size in points[1:]),
+        )
         for axis, points in grows.items()
     }
-    return Growth(base, along, likeness)
+    return Growth(base, along, _likeness(smallest, folds_members=asked.folds_members))
 
 
 def _small(asked: Asked, sizes: Sizes) -> Schedule:
@@ -249,19 +257,30 @@ def _small(asked: Asked, sizes: Sizes) -> Schedule:
     return asked.entry.schedule(workload, msgspec.structs.replace(mesh, ring=sizes.ring), options, asked.hints)
 
 
-def _counted(asked: Asked, sizes: Sizes) -> tuple[Counts, Likeness]:
-    """Return what the program of a rank in the middle has at some sizes, and which ranks do the same."""
-    schedule = _small(asked, sizes)
+def _middle(schedule: Schedule) -> Program:
+    """Return the program of a rank in the middle."""
     ranks = schedule.header.mesh.first_replica
-    program = schedule.program(ranks[len(ranks) // 2])
-    trading = next(group for group in schedule.header.mesh.groups("ulysses") if program.rank in group)
+    return schedule.program(ranks[len(ranks) // 2])
+
+
+def _likeness(schedule: Schedule, *, folds_members: bool) -> Likeness:
+    """Return which ranks of a schedule do the same."""
+    mesh, program = schedule.header.mesh, _middle(schedule)
+    trading = next(group for group in mesh.groups("ulysses") if program.rank in group)
     ends = [[call.fragment.shared for call in schedule.program(rank).calls] for rank in (trading[0], trading[-1])]
-    likeness = Likeness(schedule.replicated, len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1])
+    on_host = any(buffer.place == "host" for buffer in program.buffers)  # whose memory GPUs of a node share
+    members = len(firsts(roles(schedule)["tp"])) if folds_members and mesh.tp > 1 and not on_host else mesh.tp
+    return Likeness(schedule.replicated, len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1], members)
+
+
+def _counted(schedule: Schedule) -> Counts:
+    """Return what the program of a rank in the middle has."""
+    program = _middle(schedule)
     ops = [op for fragment in {call.fragment for call in program.calls} for op in fragment.ops]
     groups = {one.name: len(one.groups[0]) for one in schedule.header.communicators if one.groups}
     members = sum(groups[op.communicator] for op in ops if isinstance(op, Collective))
     peers = {message.peer for op in ops if isinstance(op, Exchange) for message in op.sends}
-    return Counts(program.num_ops, len(ops), len(program.calls), members, len(peers)), likeness
+    return Counts(program.num_ops, len(ops), len(program.calls), members, len(peers))
 
 
 class Estimate(NamedTuple):
@@ -270,7 +289,7 @@ class Estimate(NamedTuple):
     asked: Asked
     growth: Growth
     ranks: int | None = None
-    """How many programs are built, where that is not those of all that differ."""
+    """How many programs are built, where that is not those of all that differ; 0 where only the header is."""
     share: float = 1.0
     """Of the seconds: what only builds leaves out the proof and the play."""
 
@@ -278,8 +297,9 @@ class Estimate(NamedTuple):
         """Return what it takes at some sizes."""
         asked, growth = self.asked, self.growth
         mesh = msgspec.structs.replace(asked.mesh, ring=sizes.ring)
-        roles, proved, played = (self.ranks,) * 3 if self.ranks else growth.likeness.ranks(mesh)
-        times = Counts(ops=played, written=roles, calls=proved, members=roles, peers=played)
+        ranks = self.ranks
+        written, proved, played = growth.likeness.ranks(mesh) if ranks is None else (ranks,) * 3
+        times = Counts(ops=played, written=written, calls=proved, members=written, peers=played)
         each = (count * ranks for count, ranks in zip(growth.at(sizes), times, strict=True))
         counts = (*each, sizes.documents * mesh.ring**2)
         seconds = math.fsum(count * rate for count, rate in zip(counts, SECONDS, strict=True))
@@ -307,7 +327,11 @@ def require_small(asked: Asked, ranks: int | None = None, share: float = 1.0, *,
     """Raise TooLargeError, unless told ``yes``, for what takes longer, or more memory, than is spent without asking:
     with what it would take, and what takes less. ``ranks`` and ``share`` as of ``Estimate``.
     """
-    if _is_surely_small(asked, ranks or asked.mesh.size) or (told := estimate(asked, ranks, share)) is None:
+    if yes and not _LOG.isEnabledFor(logging.INFO):
+        return
+    if _is_surely_small(asked, asked.mesh.size if ranks is None else ranks):
+        return
+    if (told := estimate(asked, ranks, share)) is None:
         return
     what, taken = f"{asked.schedule} of {asked.mesh.size} ranks", told.at(sizes_of(asked))
     _LOG.info("%s: about %s", what, taken)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, get_args
 
 import msgspec
@@ -119,12 +120,7 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all ranks in groups that differ in these axes only; each in the order of ranks, as the groups are."""
-        inside, first = [0], [0]
-        for axis, degree in self.degrees.items():
-            stride = self._stride(axis)
-            grown = inside if axis in axes else first
-            grown[:] = [rank + stride * index for rank in grown for index in range(degree)]
-        return tuple(tuple([start + rank for rank in inside]) for start in first)
+        return _groups(self, axes)
 
     def mirrored(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all ranks in groups that differ in these axes, and in that some are on the stage that mirrors the one
@@ -164,3 +160,14 @@ def require_ranks(ranks: int) -> None:
     """Raise InputError for more ranks than a schedule may have."""
     if ranks > MOST_RANKS:
         raise InputError(f"{ranks} ranks: expected at most {MOST_RANKS}; set `gpus` or `nodes`")
+
+
+@lru_cache(maxsize=64)
+def _groups(mesh: Mesh, axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
+    """See ``Mesh.groups``: of thousands of ranks, every program of a step asks for the same."""
+    inside, first = [0], [0]
+    for axis, degree in mesh.degrees.items():
+        stride = mesh._stride(axis)  # noqa: SLF001 - a method that remembers would keep every mesh
+        grown = inside if axis in axes else first
+        grown[:] = [rank + stride * index for rank in grown for index in range(degree)]
+    return tuple(tuple([start + rank for rank in inside]) for start in first)

@@ -302,6 +302,29 @@ def test_a_usual_configuration_that_fits_is_known_first() -> None:
     assert len({(row["schedule"], row["options"]) for row in found.best}) == len(found.best) == found.simulated
 
 
+@pytest.mark.sweep
+def test_of_many_families_one_of_each_way_to_cut_weights_is_known_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few the first that fits is enough."""
+    some = SMALL.replace(schedule="ulysses", gpus=2, layers=2, global_batch=4)
+    there = families(some, {"checkpoint": ["none", "full"], "tp_degree": ["1", "2"], "pp_degree": ["1", "2"]})
+
+    def known(many: int) -> list[tuple[int, int]]:
+        """Return the cuts of the first three that are known."""
+        cuts: list[tuple[int, int]] = []
+
+        def show(done: int, count: int, left_s: float, best: Sequence[Played]) -> None:
+            cuts[:] = [(one.branch.family.setup.tp_degree, one.branch.family.setup.pp_degree) for one in best]
+            if len(cuts) == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("sim.plan.search.search.MANY", many)
+        Search(there, 99, CpuTime(), show).run(1)
+        return sorted(cuts)
+
+    assert known(1) == [(1, 1), (1, 2), (2, 1)]
+    assert len(set(known(len(there) + 1))) < 3
+
+
 def test_what_takes_the_same_stands_in_the_order_of_its_values() -> None:
     """Whichever worker was the first to answer."""
     some = SMALL.replace(schedule="ulysses", gpus=2, layers=1)

@@ -11,8 +11,10 @@ import longstep
 from sim.balance.balance import balance
 from sim.balance.planners import PLANNERS
 from sim.base.errors import InputError, TooLargeError
+from sim.engine.play.fold import fold
 from sim.plan.fit import fit
 from sim.schedule.derive.roles import firsts, of_kinds
+from sim.schedule.proof.check import Checked
 from sim.setup.effort import (
     MOST_BYTES,
     MOST_S,
@@ -74,6 +76,27 @@ def test_ops_are_told_within_a_tenth(setup: Setup) -> None:
     mesh = schedule.header.mesh
     ranks = mesh.at({"dp": firsts(of_kinds(schedule, "dp"))})
     built = sum(schedule.program(rank).num_ops for rank in ranks)
+    assert told(setup).ops == pytest.approx(built, rel=0.1)
+
+
+SHARED = STEP.replace(schedule="ring", layers=4, gpus=32, tp_degree=8, ring_degree=4, seq="64K", jitter=0.0)
+
+
+@pytest.mark.parametrize(
+    ("setup", "ranks"),
+    [
+        (SHARED, 8),
+        (SHARED.replace(jitter=0.01), 32),
+        (SHARED.replace(set={"schedule.optimiser": "host"}), 32),
+        (SHARED.replace(set={"cluster.nic.per_node": 4}), 32),
+    ],
+    ids=["equal members", "noise of their own", "hosts that they share", "NICs that they share"],
+)
+def test_of_equal_members_as_many_are_told_as_are_played(setup: Setup, ranks: int) -> None:
+    found = setup.resolved()
+    played = fold(Checked(found.built()), found.cluster, members=not found.jitter.share).checked.schedule
+    assert played.num_ranks == ranks
+    built = sum(program.num_ops for program in played.programs)
     assert told(setup).ops == pytest.approx(built, rel=0.1)
 
 

@@ -20,6 +20,7 @@ from sim.schedule.derive.roles import firsts, roles
 from sim.schedule.proof.check import Checked
 from sim.words.mesh import Axis, Mesh
 from topology.cluster import Cluster
+from topology.specs import ClusterSpec
 
 _NAMED = 8
 """Replicas, or members, that a note names."""
@@ -77,17 +78,22 @@ def fold(checked: Checked, cluster: Cluster, *, members: bool = True) -> Fold:
     alike = {axis: places for axis, places in roles(checked.schedule).items() if len(set(places)) < len(places)}
     if not members:
         alike.pop("tp", None)
-    if alike and (why := _why_all(cluster)):
+    if alike and (why := _why_all(cluster.spec)):
         notes = (f"all {mesh.dp} replicas were played: {why}",) if "dp" in alike else ()
         return Fold(checked, cluster, notes=notes)
     if "dp" in alike:
         played |= _replicas(alike["dp"], cluster, mesh)
-    if "tp" in alike and cluster.spec.has_links_apart and not _is_on_host(checked):
+    if "tp" in alike and folds_members(cluster.spec) and not _is_on_host(checked):
         played |= _members(alike["tp"], cluster, mesh, played)
     if not played:
         return Fold(checked, cluster)
     some = checked.at(_places(played))
     return Fold(some, _placed(cluster, some.schedule.order), played, tuple(_notes(played, mesh)))
+
+
+def folds_members(spec: ClusterSpec) -> bool:
+    """Return whether a machine lets equal members of a tensor-parallel group be played as one."""
+    return spec.has_links_apart and not _why_all(spec)
 
 
 def _mesh(checked: Checked) -> Mesh:
@@ -98,11 +104,11 @@ def _places(played: Played) -> dict[Axis, list[int]]:
     return {axis: sorted(of) for axis, of in played.items()}
 
 
-def _why_all(cluster: Cluster) -> str:
+def _why_all(spec: ClusterSpec) -> str:
     """Return why all ranks are played on a cluster, empty where they need not."""
-    if cluster.spec.gpu.kind == "cpu":
+    if spec.gpu.kind == "cpu":
         return "those on a host share its cores"
-    if cluster.spec.fabric is not None or cluster.uneven:
+    if spec.fabric is not None or spec.uneven:
         return "they share links between nodes"
     return ""
 

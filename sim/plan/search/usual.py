@@ -8,7 +8,7 @@ quickest to simulate.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sim.base.errors import InputError
 from sim.engine.results.room import Limit
@@ -26,41 +26,37 @@ PINNED = 0.5
 """Which share of the host's memory is pinned at most where others need some: files, data, the system (assumed)."""
 
 
-def first_that_fits(families: Sequence[Family], is_late: Callable[[], bool]) -> Played | None:
-    """Return the usual configuration that fits with the fewest GPUs a replica, or None if none was found, which proves
-    nothing. Weights are cut into shares and stages only where nothing else fits.
+def that_fit(families: Sequence[Family], is_late: Callable[[], bool]) -> Iterator[Played]:
+    """Yield the usual configuration that fits with the fewest GPUs a replica, of each way to cut weights into shares
+    and stages, whole ones first. None is yielded where none was found, which proves nothing.
     """
     cuts: dict[tuple[int, int], list[Family]] = defaultdict(list)
     for family in sorted(families, key=unusual):
         cuts[family.setup.tp_degree, family.setup.pp_degree].append(family)
     found = (_first_of_cut(alike, is_late) for alike in cuts.values())
-    return next((one for one in found if one), None)
+    yield from (one for one in found if one)
 
 
 def _first_of_cut(families: Sequence[Family], is_late: Callable[[], bool]) -> Played | None:
     """Return the same of families, in order, that cut weights alike.
 
-    Replicas of all GPUs are tried first, then smaller ones. Their GPUs hold more, so what has not fitted is not tried
-    again.
+    Small replicas are tried first: their steps take least to build, and those of thousands of GPUs minutes. Where not
+    even the one that holds least fits, nothing of that size is tried.
     """
-    leaves: list[Branch] = []
-    stays = [*STAYS]
-    for size in sorted({_size(family) for family in families}, reverse=True):
+    for size in sorted({_size(family) for family in families}):
         there = [one for one in families if _size(one) == size]
-        while stays and not is_late():
-            leaf, fits = _of_first(there, stays[0])
-            if leaf is None:
+        if is_late() or not _of_first(there, STAYS[-1])[1]:
+            continue
+        for stays in STAYS:
+            leaf, fits = _of_first(there, stays)
+            if leaf is None or is_late():
                 break
-            if fits:
-                leaves.append(leaf)
-                break
-            del stays[0]
-    for leaf in reversed(leaves):
-        if is_late():
+            if not fits:
+                continue
+            found = played(leaf, float("inf"))
+            if isinstance(found, Played) and found.room is not None:
+                return found
             break
-        found = played(leaf, float("inf"))
-        if isinstance(found, Played) and found.room is not None:
-            return found
     return None
 
 
