@@ -75,7 +75,7 @@ def test_a_run_as_predicted_is_healthy_and_nothing_more_is_simulated() -> None:
             "too slow",
             marks=pytest.mark.slow,
         ),
-        pytest.param(STEP, {"set": {"cluster.gpu[3].speed": 0.4}}, "slow-rank", "too slow", marks=pytest.mark.slow),
+        (STEP, {"set": {"cluster.gpu[3].speed": 0.4}}, "slow-rank", "too slow"),
         pytest.param(
             STEP.replace(seq="32K", set={"schedule.optimiser": "host"}),
             {"set": {"software.host_optimiser": "torch"}},

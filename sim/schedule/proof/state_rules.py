@@ -187,7 +187,9 @@ class StateRules(NamedTuple):
 
     def _joined(self, pieces: Sequence[Piece], unit: Unit, weights: Content) -> Piece:
         """Return a gradient of one member's weights as one piece, whatever its parts are sums over."""
-        flat, share, found = d(unit.flat), self._share(weights), []
+        flat, found = d(unit.flat), list[Piece]()
+        # Where there are no shares, weights may be of several ranks with rows of their own (``classes``).
+        share = self._share(weights) if self.members > 1 else Share(self._model)
         for piece in pieces:
             content = piece.content._replace(seen=())
             if share.divides(flat) and [(content.tokens, content.heads)] == share.elements(flat, content.tokens):

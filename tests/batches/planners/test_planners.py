@@ -222,6 +222,21 @@ def test_per_document_shards_leave_every_rank_the_same_tokens() -> None:
     assert sizes.max() - sizes.min() <= 1
 
 
+def test_per_document_shards_by_hand() -> None:
+    """Chunks of a token each, in pairs, of both documents; the first one's fifth token goes to the first rank."""
+    shards = wlb(batch([5, 4]), 2, "document").plan.layout
+    assert [[at for span in shard for at in range(span.start, span.stop)] for shard in shards] == [
+        [0, 3, 4, 5, 8],
+        [1, 2, 6, 7],
+    ]
+
+
+def test_a_rank_without_room_gets_no_block_though_it_has_the_fewest_pairs() -> None:
+    """Of six blocks, of which the last one of the long document has as many pairs as five short ones."""
+    found = batch([1536, 512, 512, 512])
+    assert statistics(fcp(found, 2), found, PER_TOKEN).tokens.tolist() == [1536, 1536]
+
+
 def test_bytes_of_a_token() -> None:
     # DCP's microbenchmark: 8 query heads, 2 kv heads of 128 in bf16; a partial output carries its log-sum-exp in fp32.
     assert token_bytes(8, 2, 128, 2) == (2 * 2 * 128 * 2, 8 * 128 * 2, 8 * 128 * 2 + 8 * 4)

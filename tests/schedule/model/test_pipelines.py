@@ -157,6 +157,7 @@ TESTED = {
     "computed again",
     "replicas, sharded within",
     "both ends one weight, three stages",
+    "both ends one weight, sums to all",
     "both ends one weight, shares",
     "around upipe",
 }
