@@ -152,8 +152,8 @@ def test_no_bound_of_a_pipeline_is_above_a_simulation() -> None:
 
 
 def test_stages_are_tried_where_micro_batches_fill_them() -> None:
-    """And layers divide over them; of one sequence, or as many as each replica brings, there is one stage, as where it
-    is asked for.
+    """And layers divide over them or nearly; of one sequence, or as many as each replica brings, there is one stage,
+    as where it is asked for.
     """
     several = SMALL.replace(schedule="ulysses", layers=6, global_batch=4)
     found = families(several)
@@ -179,17 +179,40 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     }
 
 
+def test_stages_of_unequal_layers_are_tried_where_these_do_not_divide() -> None:
+    """One cut for each number of chunks, in the setup of its family; one fewer at both ends. A cut that makes most
+    stages wait is tried only where it is asked for, and what is fixed is kept.
+    """
+    several = SMALL.replace(schedule="ulysses", layers=30, global_batch=4)
+    cuts = {one.named: one.setup.resolved().options for one in families(several) if one.setup.pp_degree == 4}
+    assert {name: one.pipeline_layers for name, one in cuts.items()} == {
+        "ulysses (PP 4, pipeline_schedule 1f1b, pipeline_layers 7,8,8,7)": "7,8,8,7",
+        "ulysses (PP 4, pipeline_schedule interleaved, pipeline_chunks 2, pipeline_layers 3,4,4,4,4,4,4,3)": (
+            "3,4,4,4,4,4,4,3"
+        ),
+        "ulysses (PP 4, pipeline_schedule zb-h1, pipeline_layers 7,8,8,7)": "7,8,8,7",
+    }
+    halves = [one.setup.resolved().options for one in families(several) if one.setup.pp_degree == 2]
+    assert {one.pipeline_layers for one in halves} == {""}
+    for text, layers in (("schedule", "7,8,8,7"), ("layers", "6,8,8,8")):
+        fixed = several.replace(set={f"schedule.pipeline_{text}": "gpipe" if text == "schedule" else layers})
+        (one,) = [one for one in families(fixed) if one.setup.pp_degree == 4]
+        assert one.setup.resolved().options.pipeline_layers == layers
+    asked = families(several.replace(layers=5, pp_degree=2))
+    assert {one.setup.resolved().options.pipeline_layers for one in asked} == {"3,2", "1,2,1,1"}
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("layers", [8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [8, *(pytest.param(layers, marks=pytest.mark.slow) for layers in (15, 24))])
 def test_ranks_of_one_stage_say_what_those_of_several_are_not_below(layers: int) -> None:
-    """Their kernels, and of those of layers what bubbles add at least."""
+    """Their kernels, and of those of layers what bubbles add at least; of unequal stages nobody knows of any."""
     found = families(SMALL.replace(schedule="zigzag", layers=layers, global_batch=8), {"checkpoint": ["none"]})
     known = {one.named: least_of(one.setup) for one in found if one.setup.pp_degree == 1}
     told = [one for one in found if one.like in known]
     assert len(told) >= 4
     for one in told:
         alike = known[one.like]
-        assert one.bubbles > 0
+        assert (one.bubbles > 0) == (not one.setup.resolved().options.pipeline_layers)
         assert 0 < alike.layers_s < alike.kernels_s
         assert alike.kernels_s + one.bubbles * alike.layers_s <= least_of(one.setup).kernels_s, one.named
 

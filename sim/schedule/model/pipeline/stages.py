@@ -222,14 +222,26 @@ def _pipeline(mesh: Mesh, workload: Workload, options: LayerOptions) -> Pipeline
     return found if mesh.pp > 1 else PIPELINES["1f1b"]
 
 
+def nearly_equal(layers: int, chunks: int) -> tuple[int, ...]:
+    """Return how many layers each chunk has where they do not divide: those at the ends of the model have one fewer
+    first, since they have its head and its embedding, too (Llama 3, arXiv:2407.21783 §3.3.2).
+
+    >>> nearly_equal(30, 4), nearly_equal(9, 4)
+    ((7, 8, 8, 7), (2, 3, 2, 2))
+    """
+    most = -(-layers // chunks)
+    split = [most] * chunks
+    for number in range(most * chunks - layers):
+        split[number // 2 if number % 2 else -1 - number // 2] -= 1
+    return tuple(split)
+
+
 def _split(given: str, layers: int, pp: int, per_stage: int) -> tuple[int, ...]:
     """Return how many layers each chunk has: as many as others, or as a text says: 15,16,16,15."""
     chunks = pp * per_stage
     if not given:
         if layers % chunks:
-            few, more = divmod(layers, chunks)
-            near = ",".join(str(few + (number < more)) for number in range(chunks))
-            example = f", such as {near}" if chunks <= _SHOWN else ""
+            example = f", such as {','.join(map(str, nearly_equal(layers, chunks)))}" if chunks <= _SHOWN else ""
             raise InputError(
                 f"`layers` {layers} do not divide over {chunks} chunks ({pp} stages with {per_stage} each): `set` "
                 f"schedule.pipeline_layers to how many each has{example}, or set another `pp_degree`"
