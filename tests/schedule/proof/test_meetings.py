@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from sim.schedule.ir.fragments import Call
-from sim.schedule.ir.ops import Exchange
+from sim.schedule.ir.ops import Exchange, HostSync, Zero
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.tensors import Tensor
+from sim.schedule.ir.views import View
+from sim.schedule.model.pipeline.stages import Border
 from sim.schedule.proof.meetings import Meeting, meetings
 from sim.schedule.proof.supersteps import Supersteps
 from sim.words.mesh import Mesh
@@ -120,6 +123,28 @@ def test_what_is_moved_or_bound_otherwise_is_judged_as_the_flat_proof_does(seed:
     assert not verdicts[True, False]
     assert verdicts[False, False] > 8
     assert all(map(by_calls, originals))
+
+
+@pytest.mark.parametrize("wait", ["host", "kernel"])
+def test_stages_that_wait_for_what_they_send_are_refused(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the steady state of 1F1B each sends before the other one receives: where its host waits until that has ended,
+    or where a kernel writes what is sent, no order of calls lets both go on.
+    """
+    send = Border.sent
+
+    def waits(border: Border, by: str, tensor: Tensor, view: View) -> None:
+        send(border, by, tensor, view)
+
+        def waited(view: View) -> None:
+            op = HostSync(streams=(by,)) if wait == "host" else Zero(label="write again", into=view)
+            border.b.add(op)
+
+        border.b.call(f"wait for {tensor.name} by {by}", tensor.layer, waited, view)
+
+    monkeypatch.setattr(Border, "sent", waits)
+    schedule = Case("1f1b", "1,1", TWO).build()
+    assert meetings(schedule) is None
+    assert not by_all_ops(flattened(schedule))
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:
