@@ -178,7 +178,7 @@ def test_extended_steps_are_told_by_few_layers_and_micro_batches(tmp_path: Path)
     path.write_text(EXTENDED)
     (case,) = read_cases(str(path))[1]
     told, found = next(predicted([case])), extended(case.setup)
-    assert found.played == "told by 8 and 10 of 16 layers, and 3 and 4 of 9 micro-batches"
+    assert found.played == "told by 10 and 12 of 16 layers, and 3 and 4 of 9 micro-batches"
     assert told.predicted_s == found.step_time_s
     assert told.low_s < told.predicted_s < told.high_s
     path.write_text(EXTENDED.replace('scope = "step"', 'scope = "layer"').replace(', "schedule.micro_batches=9"', ""))
