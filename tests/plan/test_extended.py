@@ -67,7 +67,7 @@ def test_unlike_micro_batches_are_all_played() -> None:
 @pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
 def test_another_machine_is_played_on_schedules_that_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all figures of a step that was built anew."""
-    setup, changes = setup_of(name), {"cluster.nvlink.bytes_per_s": "*2", "cluster.gpu.launch_s": "*3"}
+    setup, changes = setup_of(name), {"cluster.nvlink.bytes_per_s": "*2", "cluster.gpu.launch_s": "/3"}
     faster = setup.replace(set={**dict(setup.set), **changes})
     anew, few = extended(faster).to_dict(), extended(setup)
     assert few.fits

@@ -35,9 +35,9 @@ _SENDS, _RECEIVES = 8, 20
 """Eager calls of the host around each tensor that stages hand on with headers of their own: of who sends them, two
 copies to the GPU, two sends and two asserts; of who receives them two receives and 17 figures that the host copies from
 the GPU one by one (nanotron 0.4 parallel/pipeline_parallel/p2p.py, _send_meta, _recv_meta, create_empty_storage)."""
-_FORWARD, _BACK = 2, 1
-"""Tensors handed on: activations and the mask of their sequences, of which only the former have gradients (nanotron 0.4
-models/llama.py, module_output_keys)."""
+_HEADERS_FORWARD, _HEADERS_BACK = 2, 1
+"""Tensors with headers: activations and the mask of their sequences, of which only the former have gradients (nanotron
+0.4 models/llama.py, module_output_keys)."""
 _SHOWN = 16
 """Chunks that an example in a message has at most."""
 
@@ -345,7 +345,7 @@ class Border(NamedTuple):
 
         def send(view: View) -> None:
             sends = (Message(self.peer, self.group.sent_part(self.b, tensor, view) if self.group else view),)
-            self._wait(f"send the header of {tensor.name}", COMPUTE, _SENDS * self._num_tensors(by))
+            self._wait(f"send the header of {tensor.name}", COMPUTE, _SENDS * self._num_headers(by))
             self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
 
         self.b.call(f"send {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, send, view)
@@ -358,13 +358,13 @@ class Border(NamedTuple):
             view = self.b.new(tensor, num_tokens(self.tokens) // members)
             recvs = (Message(self.peer, view),)
             self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
-            self._wait(f"read the header of {tensor.name}", by, _RECEIVES * self._num_tensors(by))
+            self._wait(f"read the header of {tensor.name}", by, _RECEIVES * self._num_headers(by))
             return self.group.of_parts(self.b, tensor, view) if self.group else view
 
         return self.b.call(f"receive {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, receive)
 
-    def _num_tensors(self, by: str) -> int:
-        return _FORWARD if by == self.forward else _BACK
+    def _num_headers(self, by: str) -> int:
+        return _HEADERS_FORWARD if by == self.forward else _HEADERS_BACK
 
     def _wait(self, label: str, stream: str, calls: int) -> None:
         """Append that the host waits for a stream, and then has so many calls of its own."""
