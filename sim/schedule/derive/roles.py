@@ -33,7 +33,7 @@ class Spans(NamedTuple):
     replicas: bool
     """Whether over all replicas; else each is within one, and there are the same in every one."""
     members: tuple[tuple[int, ...], ...]
-    """The parts into which it divides the members of tensor-parallel groups."""
+    """The parts into which it divides the members of tensor-parallel groups; none of a communicator of no ranks."""
 
     def over(self, axis: Axis) -> bool:
         """Return whether a group has ranks at several places on an axis."""
@@ -52,7 +52,7 @@ def roles(schedule: Schedule) -> Roles:
     for axis in AXES:
         others = {other: firsts(places) for other, places in found.items() if other != axis}
         found[axis] = of_kinds(schedule, axis, others)
-    found["tp"] = _refined(found["tp"], [one.members for one in known.values()])
+    found["tp"] = _refined(found["tp"], [one.members for one in known.values() if one.members])
     some = {axis: firsts(places) for axis, places in found.items()}
     unlike = _unlike(schedule, some)
     for axis in AXES:

@@ -114,6 +114,14 @@ def test_a_schedule_that_says_nothing_of_its_ranks_has_them_all_unlike() -> None
     assert roles(Schedule(schedule.header, schedule.program)) == {"dp": (0, 1), "tp": (0, 1)}
 
 
+def test_a_communicator_of_no_ranks_tells_none_apart() -> None:
+    schedule = schedule_of("single", Mesh(tp=2, dp=2), {"zero_stage": "0"})
+    header = schedule.header
+    nobodys = (*header.communicators, Communicator(name="nobody's", groups=()))
+    changed = Schedule(msgspec.structs.replace(header, communicators=nobodys), schedule.program, kind=schedule.kind)
+    assert roles(changed) == roles(schedule)
+
+
 def test_what_is_gathered_of_unlike_parts_over_members_is_played_by_all() -> None:
     schedule = schedule_of("single", Mesh(tp=4), {})
 

@@ -69,7 +69,7 @@ def test_mypy_names_every_reader_of_a_new_op(tmp_path: Path) -> None:
         ('"barrier"]', '"barrier", "broadcast"]'),
         ("\nCollective: TypeAlias", DUMMIES),
         ("AllReduce | Barrier\n", "AllReduce | Barrier | Broadcast\n"),
-        ("TypeAlias = Gemm |", "TypeAlias = Dropout | Gemm |"),
+        ("TokenKernel: TypeAlias = Gemm |", "TokenKernel: TypeAlias = Dropout | Gemm |"),
         ("    Delta | Merge |", "    Dropout | Delta | Merge |"),
     ):
         assert text.count(old) == 1, old
