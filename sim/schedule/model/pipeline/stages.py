@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -341,11 +341,15 @@ class Border(NamedTuple):
     """Whether the host waits for what it sends and receives, as a header says what each tensor is."""
 
     def sent(self, by: str, tensor: Tensor, view: View) -> None:
-        """Append what sends a tensor to the other side, in a call of its own, as nothing else meets that side then."""
+        """Append what sends a tensor to the other side, in a call of its own, as nothing else meets that side then.
+        What the host waits for before it is in another one.
+        """
+        if self.waits:
+            label, calls = f"send the header of {tensor.name}", _SENDS * self._num_headers(by)
+            self.b.call(f"{label} by {by}", tensor.layer, partial(self._wait, label, COMPUTE, calls))
 
         def send(view: View) -> None:
             sends = (Message(self.peer, self.group.sent_part(self.b, tensor, view) if self.group else view),)
-            self._wait(f"send the header of {tensor.name}", COMPUTE, _SENDS * self._num_headers(by))
             self.b.add(Exchange(label=f"send {tensor.name}", communicator=by, sends=sends, recvs=()))
 
         self.b.call(f"send {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, send, view)
@@ -358,7 +362,8 @@ class Border(NamedTuple):
             view = self.b.new(tensor, num_tokens(self.tokens) // members)
             recvs = (Message(self.peer, view),)
             self.b.add(Exchange(label=f"receive {tensor.name}", communicator=by, sends=(), recvs=recvs))
-            self._wait(f"read the header of {tensor.name}", by, _RECEIVES * self._num_headers(by))
+            if self.waits:
+                self._wait(f"read the header of {tensor.name}", by, _RECEIVES * self._num_headers(by))
             return self.group.of_parts(self.b, tensor, view) if self.group else view
 
         return self.b.call(f"receive {tensor.name} {self.peer - self.b.rank} ranks on by {by}", tensor.layer, receive)
@@ -368,9 +373,8 @@ class Border(NamedTuple):
 
     def _wait(self, label: str, stream: str, calls: int) -> None:
         """Append that the host waits for a stream, and then has so many calls of its own."""
-        if self.waits:
-            self.b.add(HostSync(label=label, streams=(stream,)))
-            self.b.add(HostSync(label=label, streams=(stream,), calls=calls))
+        self.b.add(HostSync(label=label, streams=(stream,)))
+        self.b.add(HostSync(label=label, streams=(stream,), calls=calls))
 
 
 class FromStage(NamedTuple):

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Accumulate, AllReduce, Hold, HostSync, Pack, ReduceScatter, SquareSum, Zero
+from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.scope import HEADED, LAYER, Unit, trained, trained_of
@@ -188,8 +189,13 @@ class Summing:
 
     def _lacks_norms(self, unit: Unit) -> bool:
         """Return whether this stage has the first one of both ends of the model, whose norm is at the last one."""
+        ends = self._ends_of(unit)
+        return ends is not None and not ends.position(self._b.rank)
+
+    def _ends_of(self, unit: Unit) -> Communicator | None:
+        """Return what sums the gradient of a unit over both ends of the model, where two stages have one each."""
         shards = self._owned.shards
-        return bool(shards.ends and shards.has_both_ends(unit) and not shards.ends.position(self._b.rank))
+        return shards.ends if shards.has_both_ends(unit) else None
 
     def _cut(self, unit: Unit, summed: View) -> View:
         """Append what copies of a gradient that all ranks have what this one owns; return that, padding included."""
@@ -242,7 +248,7 @@ class Summing:
                 self._summed[unit] = gradient
             else:
                 self._take(unit, gradient)
-            if not (self._to_come[unit] or self._sums_late):
+            if not (self._to_come[unit] or self._sums_late or self._ends_of(unit)):
                 self._finish(unit)
 
     def _take(self, unit: Unit, gradient: View) -> None:
@@ -270,11 +276,11 @@ class Summing:
 
     def _finish(self, unit: Unit) -> None:
         """Append what makes of a unit's summed gradient what the optimiser takes, and brings it to where that is."""
-        b, weights, shards = self._b, self._owned.states(unit)[0], self._owned.shards
+        b, weights = self._b, self._owned.states(unit)[0]
         (size,), summed = unit.flat.shape(b.workload.model), self._summed[unit]
-        if shards.ends and shards.has_both_ends(unit):
+        if ends := self._ends_of(unit):
             both = View(summed.buffer, ((0, size),)) if self._to_all else summed
-            b.add(AllReduce(label=f"reduce {unit.name} of both ends", communicator=shards.ends.name, view=both))
+            b.add(AllReduce(label=f"reduce {unit.name} of both ends", communicator=ends.name, view=both))
         gradient = self._cast(summed, dtype_of(weights, b.workload.dtype))
         self._squared[unit] = View(summed.buffer, ((0, size),)) if self._to_all else gradient
         if self._owned.on_host:
@@ -295,13 +301,15 @@ class Summing:
             self._b.add(HostSync(label="wait for sums", streams=tuple(sums)))
 
     def complete(self) -> tuple[dict[Unit, View], View]:
-        """Append what is left to sum behind the last pass; return gradients as the optimiser takes them, and all units'
-        sums of squares, where the optimiser is.
+        """Append what is left to sum behind the last pass, also over both ends of the model (megatron-core 0.16.1
+        distributed/finalize_model_grads.py, _allreduce_embedding_grads); return gradients as the optimiser takes them,
+        and all units' sums of squares, where the optimiser is.
         """
         b = self._b
         if self._sums_late:
             self._summed = {unit: self._sum_whole(unit, flat) for unit, flat in self._summed.items()}
-            for unit in self._summed:
+        for unit in self._summed:
+            if self._sums_late or self._ends_of(unit):
                 self._finish(unit)
         if not self._owned.on_host:
             for unit in self._summed:
@@ -348,5 +356,5 @@ class Summing:
 
     def _squares_it(self, unit: Unit) -> bool:
         """Return whether this rank adds the squares of a unit: of one on two stages the first one does."""
-        shards = self._owned.shards
-        return not (shards.ends and shards.has_both_ends(unit) and shards.ends.position(self._b.rank))
+        ends = self._ends_of(unit)
+        return ends is None or not ends.position(self._b.rank)
