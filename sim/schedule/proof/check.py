@@ -25,6 +25,7 @@ from sim.schedule.ir.forms import Form
 from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
 from sim.schedule.model.scope import ports_of
+from sim.schedule.proof.abreast import is_proved_abreast
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.classes import axes_of, is_proved_by_classes
 from sim.schedule.proof.contents import Unclassed
@@ -108,16 +109,17 @@ def check(schedule: Schedule) -> Checked:
     return checked
 
 
-def _prove(checked: Checked, *, by_classes: bool = True) -> None:
-    """Prove a schedule by all of its ops: once for each class of ranks where that does, else rank by rank."""
+def _prove(checked: Checked, *, together: bool = True) -> None:
+    """Prove a schedule by all of its ops: many ranks ``together`` where that does, else rank by rank."""
     schedule = checked.schedule
     sound: set[Form] = set()
     for program in schedule.programs:
         check_program(program, schedule, sound)
     matching, dependencies = checked.matching, checked.dependencies
     _check_ports(schedule)
-    if not (by_classes and is_proved_by_classes(schedule, matching, dependencies)):
-        AbstractPlayer(schedule, matching, dependencies).run()
+    played = schedule, matching, dependencies
+    if not (together and (is_proved_by_classes(*played) or is_proved_abreast(*played))):
+        AbstractPlayer(*played).run()
     _check_claims(checked, wire_bytes(schedule, matching))
 
 

@@ -40,7 +40,7 @@ def flattened(schedule: Schedule) -> Schedule:
 def by_all_ops(schedule: Schedule) -> bool:
     """Return whether the flat proof, rank by rank, accepts a schedule."""
     try:
-        proof._prove(Checked(schedule), by_classes=False)
+        proof._prove(Checked(schedule), together=False)
     except InputError:
         return False
     return True
