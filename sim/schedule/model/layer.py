@@ -54,6 +54,7 @@ from sim.schedule.write.attention import (
     attention_program,
 )
 from sim.schedule.write.builder import ProgramBuilder
+from sim.schedule.write.stretches import Stretches
 from sim.schedule.write.traces import Traces
 from sim.words.mesh import Axis, Mesh
 from sim.words.options import LayerOptions
@@ -335,16 +336,21 @@ class _Ranks:
     def _traces(self) -> defaultdict[Hashable, Traces]:
         return defaultdict(Traces)
 
+    @cached_property
+    def _stretches(self) -> Stretches:
+        return Stretches()
+
     def _written(self, rank: int) -> Program:
         """Return the program of the one in its place, with the shards of a rank."""
         plans, workload, mesh, options, stages = self.plans, self.workload, self.mesh, self.options, self.stages
         role = mesh.role(rank)
         major = mesh.tp > 1 and options.memory_order == "sbh"
         share, traces = share_of(mesh, role, self.whole.model), self._traces[self._in_layers(rank)]
-        b = ProgramBuilder(role, workload, mesh.dp, share, token_major=major, traces=traces)
         if workload.scope == "attention":
+            b = ProgramBuilder(role, workload, mesh.dp, share, token_major=major, stretches=self._stretches)
             b.workload = workload.of_layer(0)
             return attention_program(b, plans[0].shard(role), plans[0].attention)
+        b = ProgramBuilder(role, workload, mesh.dp, share, token_major=major, traces=traces)
         stage = mesh.place(role)["pp"]
         layers = {number: stages.layers(number) for number in stages.chunks_of(stage)}
         own = tuple([unit for unit in units(workload) if stages.owns(stage, unit)])

@@ -6,7 +6,7 @@ with one block pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,20 +18,23 @@ from sim.schedule.write.builder import ProgramBuilder
 from sim.words.options import SumOptions
 from sim.words.workload import accumulation_dtype
 
+_Rows = list[tuple[slice, bool]]
+"""Rows (tokens) of a sum in pieces, each with whether it holds something yet."""
+
 
 class _Filled:
-    """Which rows (tokens) of a sum hold something yet."""
+    """Which rows of a sum hold something yet."""
 
     def __init__(self, *rows: slice) -> None:
         self._rows = list(rows)
 
-    def take(self, rows: slice) -> list[tuple[slice, bool]]:
+    def take(self, rows: slice) -> _Rows:
         """Return these rows in pieces, each with whether it holds something yet; from now on all of them do."""
         if any(old.start <= rows.start and rows.stop <= old.stop for old in self._rows):
             return [(rows, True)]
         edges = {rows.start, rows.stop} | {edge for old in self._rows for edge in (old.start, old.stop)}
         cuts = sorted(edge for edge in edges if rows.start <= edge <= rows.stop)
-        pieces: list[tuple[slice, bool]] = []
+        pieces: _Rows = []
         for start, stop in pairwise(cuts):
             held = any(old.start <= start and stop <= old.stop for old in self._rows)
             if pieces and pieces[-1][1] == held:
@@ -40,6 +43,11 @@ class _Filled:
                 pieces.append((slice(start, stop), held))
         self._rows += [piece for piece, held in pieces if not held]
         return pieces
+
+
+def _key(pieces: _Rows) -> Hashable:
+    """Return what tells pieces apart; slices have no hash."""
+    return tuple([(piece.start, piece.stop, held) for piece, held in pieces])
 
 
 def _all_rows(view: View) -> slice:
@@ -69,10 +77,17 @@ class SoftmaxAccumulator:
 
     def attend(self, block: Block, k: View, v: View, label: str) -> None:
         """Attend to one more block of keys k, v; after the last part ``out`` and ``lse`` are complete."""
+        pieces, last = self._filled.take(block.rows), self._left == 1
+        views = (k, v, self._q, self.out, self.lse, self._sum)
+        self._left -= 1
+        self._b.again(
+            ("attend", block.key, _key(pieces), last), views, label, lambda: self._attend(block, k, v, label, pieces)
+        )
+
+    def _attend(self, block: Block, k: View, v: View, label: str, pieces: _Rows) -> None:
         b, rows, columns = self._b, block.rows, block.columns
         q, k, v = self._q[:, rows], k[:, columns], v[:, columns]
         _, tokens, heads, _ = q.shape
-        pieces = self._filled.take(rows)
         fresh = pieces == [(rows, False)]
         direct = fresh and b.dtype(self._sum) == b.dtype(q)
         out = self._sum[:, rows] if direct else b.tensor("out part", tokens, heads, "attention")
@@ -90,15 +105,16 @@ class SoftmaxAccumulator:
         )
         if not direct:
             self._add(pieces, rows, (out, lse), label)
-        self._count()
+        self._finish()
 
     def merge(self, part: tuple[View, View], label: str, rows: slice | None = None) -> None:
         """Merge a partial (out, lse) of some rows of the queries, by default all, that another rank has computed."""
         rows = rows or _all_rows(self._q)
+        self._left -= 1
         self._add(self._filled.take(rows), rows, part, label)
-        self._count()
+        self._finish()
 
-    def _add(self, pieces: list[tuple[slice, bool]], rows: slice, part: tuple[View, View], label: str) -> None:
+    def _add(self, pieces: _Rows, rows: slice, part: tuple[View, View], label: str) -> None:
         """Add a partial (out, lse) of these rows: merged where they hold something, else copied."""
         b = self._b
         for piece, held in pieces:
@@ -112,8 +128,7 @@ class SoftmaxAccumulator:
                 if lse != into_lse:
                     b.copy(lse, into_lse, f"keep lse {label}")
 
-    def _count(self) -> None:
-        self._left -= 1
+    def _finish(self) -> None:
         if self._left == 0 and self._sum is not self.out:
             self._b.copy(self._sum, self.out, "cast out")
 
@@ -132,14 +147,22 @@ class GradientSum:
         self._part = part
         self.total = total
         self._filled = _Filled() if empty else _Filled(_all_rows(total))
-        self._pieces: list[tuple[slice, bool]] = []
+        self._pieces: _Rows = []
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """Where it lies, and its parts where they do in one place."""
+        return (self.total,) if self._part is None else (self.total, self._part)
+
+    def begin(self, rows: slice) -> Hashable:
+        """Take a part of some rows; return what decides how it is added, beside the views of this sum."""
+        self._pieces = self._filled.take(rows)
+        return self._name, _key(self._pieces)
 
     def target(self, rows: slice, like: View) -> View:
-        """Return where the next kernel shall write its part: the sum itself where it is empty, else a new buffer.
-
-        ``like`` is the tensor whose gradient it is, in these rows.
+        """Return where the next kernel shall write the part that is taken: the sum itself where it is empty, else a new
+        buffer. ``like`` is the tensor whose gradient it is, in these rows.
         """
-        self._pieces = self._filled.take(rows)
         if self._pieces == [(rows, False)] and self._b.dtype(self.total) == self._b.dtype(like):
             return self.total[:, rows]
         if self._part is not None:
@@ -147,7 +170,7 @@ class GradientSum:
         return self._b.like(f"{self._name} part", like, "attention")
 
     def add(self, part: View, rows: slice, label: str) -> None:
-        """Add what a kernel wrote to the view that ``target`` has just returned."""
+        """Add the part that is taken, which a kernel wrote to the view that ``target`` returned."""
         if part.buffer == self.total.buffer:
             return
         for piece, held in self._pieces:
@@ -160,7 +183,7 @@ class GradientSum:
     def take(self, part: View, label: str, rows: slice | None = None) -> None:
         """Add what another rank has sent, of some rows, by default all."""
         rows = rows or _all_rows(part)
-        self._pieces = self._filled.take(rows)
+        self.begin(rows)
         self.add(part, rows, label)
 
     def fill(self) -> None:
@@ -208,6 +231,16 @@ def attend_backward(
     """Append the backward pass of one block of q, k, v, and add what it gives to the sums; ``delta`` serves instead of
     the output where it is given.
     """
+    sides = (block.rows, block.columns, block.columns)
+    begun = [total.begin(side) for total, side in zip(sums, sides, strict=True)]
+    views = [*saved[:5], dout, *([delta] if delta else []), *(view for total in sums for view in total.views)]
+    key = ("attend backward", block.key, delta is None, *begun)
+    builder.again(key, views, label, lambda: _attend_backward(builder, block, saved, dout, sums, label, delta))
+
+
+def _attend_backward(
+    builder: ProgramBuilder, block: Block, saved: Saved, dout: View, sums: Gradients, label: str, delta: View | None
+) -> None:
     rows, columns = block.rows, block.columns
     q, k, v = saved.q[:, rows], saved.k[:, columns], saved.v[:, columns]
     targets = (sums.dq.target(rows, q), sums.dk.target(columns, k), sums.dv.target(columns, v))

@@ -8,7 +8,7 @@ mask keeps of all of them, one kernel does it, without the rows and columns that
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -46,6 +46,11 @@ class Block(NamedTuple):
     """Of a block-sparse mask, which one block-sparse kernel attends to; then ``band`` is FULL."""
 
     @property
+    def key(self) -> Hashable:
+        """What tells blocks apart; slices have no hash."""
+        return self.rows.start, self.rows.stop, self.columns.start, self.columns.stop, *self[2:]
+
+    @property
     def kept(self) -> dict[str, Any]:
         """What is kept of the rows and columns, by fields of ops."""
         return {"band": self.band, "documents": self.documents or UNSET, "sparse": self.sparse or UNSET}
@@ -61,25 +66,62 @@ def blocks(mask: Mask, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
         return _of_documents(mask, _joined(queries), _joined(keys))
     if isinstance(mask, BlockSparse):
         return _of_blocks(mask, _joined(queries), _joined(keys))
-    if len(queries) == len(keys) == 1:
-        band = block_band(mask, queries[0], keys[0])
-        return () if band is None else (_trimmed(band, queries[0].size, keys[0].size),)
-    whole = _as_one(mask, queries, keys)
+    if len({span.step for span in (*queries, *keys)}) > 1:
+        return _of_band(mask, tuple([tuple([(some, others) for others in keys]) for some in queries]))
+    return _of_band(mask, tuple([tuple([_near(mask, some, others) for others in keys]) for some in queries]))
+
+
+Pairs = tuple[tuple[tuple[Span, Span], ...], ...]
+"""Per span of the queries and per span of the keys both of them."""
+
+
+def _near(mask: Band, queries: Span, keys: Span) -> tuple[Span, Span]:
+    """Return queries and keys of one stride of which a band keeps the same by their numbers, whichever positions they
+    have: they are no further apart than they can be before it keeps all of them, or none.
+    """
+    queries, keys = queries.moved(-keys.start), keys.moved(-keys.start)
+    rows, columns = queries.stop - queries.start - queries.step, keys.stop - keys.step
+    low, high = [0], [0]
+    if mask.right is not None:
+        low.append(-mask.right - rows - 1)
+        high.append(columns - mask.right)
+    if mask.left is not None:
+        low.append(mask.left - rows)
+        high.append(columns + mask.left + 1)
+    return queries.moved(min(max(queries.start, min(low)), max(high)) - queries.start), keys
+
+
+@lru_cache(maxsize=65536)
+def _of_band(mask: Band, pairs: Pairs) -> tuple[Block, ...]:
+    """Return the blocks of what a band keeps of spans of queries and keys."""
+    if len(pairs) == len(pairs[0]) == 1:
+        queries, keys = pairs[0][0]
+        band = block_band(mask, queries, keys)
+        return () if band is None else (_trimmed(band, queries.size, keys.size),)
+    whole = _as_one(mask, pairs)
     if whole is not None:
         return whole
-    if len(queries) > 1:
+    if len(pairs) > 1:
         parts = [
             _moved(block, rows=start)
-            for span, start in zip(queries, _starts(queries), strict=True)
-            for block in blocks(mask, (span,), keys)
+            for row, start in zip(pairs, _starts(_rows_of(pairs)), strict=True)
+            for block in _of_band(mask, (row,))
         ]
     else:
         parts = [
             _moved(block, columns=start)
-            for span, start in zip(keys, _starts(keys), strict=True)
-            for block in blocks(mask, queries, (span,))
+            for pair, start in zip(pairs[0], _starts(_columns_of(pairs)), strict=True)
+            for block in _of_band(mask, ((pair,),))
         ]
     return tuple(sorted(parts, key=_extent, reverse=True))
+
+
+def _rows_of(pairs: Pairs) -> Tokens:
+    return tuple([queries for (queries, _), *_ in pairs])
+
+
+def _columns_of(pairs: Pairs) -> Tokens:
+    return tuple([keys for _, keys in pairs[0]])
 
 
 @lru_cache(maxsize=65536)
@@ -213,17 +255,18 @@ def _joined(tokens: Tokens) -> Tokens:
     return tuple(found)
 
 
-def _as_one(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...] | None:
+def _as_one(mask: Band, pairs: Pairs) -> tuple[Block, ...] | None:
     """Return one block that holds all kept pairs, or none if there are none; None if it takes several."""
     bands = {
         (i, j): band
-        for i, some in enumerate(queries)
-        for j, others in enumerate(keys)
+        for i, row in enumerate(pairs)
+        for j, (some, others) in enumerate(row)
         if (band := block_band(mask, some, others)) is not None
     }
     if not bands:
         return ()
     (top, bottom), (left, right) = ((min(side), max(side) + 1) for side in zip(*bands, strict=True))
+    queries, keys = _rows_of(pairs), _columns_of(pairs)
     q_starts, k_starts = _starts(queries[top:bottom]), _starts(keys[left:right])
     candidates = {FULL} | {
         _shifted(band, k_starts[j - left] - q_starts[i - top]) for (i, j), band in bands.items() if band != FULL
@@ -231,8 +274,8 @@ def _as_one(mask: Band, queries: Tokens, keys: Tokens) -> tuple[Block, ...] | No
     for candidate in sorted(candidates, key=str):
         if all(
             keeps_mask(mask, candidate, some, others, row - column)
-            for some, row in zip(queries[top:bottom], q_starts, strict=True)
-            for others, column in zip(keys[left:right], k_starts, strict=True)
+            for of_row, row in zip(pairs[top:bottom], q_starts, strict=True)
+            for (some, others), column in zip(of_row[left:right], k_starts, strict=True)
         ):
             sizes = sum(span.size for span in queries[top:bottom]), sum(span.size for span in keys[left:right])
             block = _trimmed(candidate, *sizes)

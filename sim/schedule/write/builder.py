@@ -18,6 +18,7 @@ from sim.schedule.ir.shares import Share
 from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
+from sim.schedule.write.stretches import Stretch, Stretches
 from sim.schedule.write.traces import Shape, Traced, Traces
 from sim.words.options import Place, SumOptions
 from sim.words.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
@@ -64,6 +65,7 @@ class ProgramBuilder:
         *,
         token_major: bool = False,
         traces: Traces | None = None,
+        stretches: Stretches | None = None,
     ) -> None:
         self.rank = rank
         self.workload = workload
@@ -93,6 +95,8 @@ class ProgramBuilder:
         self._traced: dict[Shape, list[Traced]] = {}
         """What this one has called."""
         self._writing = _Writing("", {}, 0, 0)
+        self._stretches = stretches
+        """What other ranks have written of the same workload, for this one to write again; None where calls do that."""
 
     def take(self, number: int, count: int, part: Part) -> None:
         """Begin with a pass of one of so many micro-batches, which has its share of the batch."""
@@ -211,6 +215,27 @@ class ProgramBuilder:
         """Return the buffer of a view that may be used here."""
         self._visible(view)
         return self._buffers[view.buffer]
+
+    def again(self, key: Hashable, views: Sequence[View], label: str, write: Callable[[], None]) -> None:
+        """Write what ``write`` does, which adds buffers and ops on these views and on buffers of its own: once for all
+        stretches with the same key, pass and sequences whose views are the same, of buffers that are alike. So it may
+        depend on nothing else but the label, and on that in ends of labels only.
+        """
+        if self._stretches is None:
+            write()
+            return
+        buffers, ops, first = self._buffers, self._writing.ops, len(self._buffers)
+        place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in views]))}
+        lie = tuple([(place[view.buffer], view.slices) for view in views])
+        shape = (key, self.part, self.batch, lie, tuple([buffers[number] for number in place]))
+        known, where = self._stretches.of(shape), (tuple(place), first)
+        if known is None:
+            begin = len(ops)
+            write()
+            self._stretches.add(shape, Stretch(label, ops[begin:], where, buffers[first:]))
+        else:
+            buffers += known.buffers
+            ops += known.again(label, where)
 
     # Buffers
 

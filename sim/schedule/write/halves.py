@@ -9,7 +9,7 @@ indices on the CPU, copies them to the GPU, and the host waits for that copy, wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 from sim.schedule.ir.ops import COMPUTE, HostSync
@@ -43,11 +43,14 @@ class HostMasks:
         self._wait("masks", 1, self._documents * (_LSE_OF_DOCUMENT if backward else _OF_DOCUMENT))
         self._wait("take halves", 3 if backward else 1)
 
-    @contextmanager
-    def around(self, block: Block, rows: int, *, backward: bool) -> Iterator[None]:
+    def around(self, block: Block, rows: int, *, backward: bool) -> AbstractContextManager[None]:
         """Around the kernel of a block of a shard of so many tokens, and what adds its results. Halves of k and v are
         taken before it. Behind it out and lse, or dq, or dk and dv are taken and put back.
         """
+        return self._around(block, rows, backward=backward) if self._documents else nullcontext()
+
+    @contextmanager
+    def _around(self, block: Block, rows: int, *, backward: bool) -> Iterator[None]:
         of_queries, of_keys = (side.stop - side.start < rows for side in (block.rows, block.columns))
         if of_keys:
             self._wait("take halves of k and v", 2)
