@@ -132,6 +132,7 @@ def messages_of(programs: Sequence[Program], matching: Matching, columns: OpColu
     """Return the transfers between programs."""
     first, buffer = columns.first.tolist(), columns.first_buffer.tolist()
     kinds: dict[MessageKind, int] = {}
+    known: dict[tuple[int, ...], int] = {}  # by what they consist of, which lives as long as the programs do
     source, target, count, out, into, kind = (list[int]() for _ in range(6))
     for (sender, sends), (receiver, receives), pairs, _ in matching.transfers:
         source.append(first[sender] + sends)
@@ -141,8 +142,11 @@ def messages_of(programs: Sequence[Program], matching: Matching, columns: OpColu
         for sent, received in pairs:
             out.append(buffer[sender] + sent.buffer)
             into.append(buffer[receiver] + received.buffer)
-            of = MessageKind(sent.slices, received.slices, own[sent.buffer], others[received.buffer])
-            kind.append(kinds.setdefault(of, len(kinds)))
+            of = sent.slices, received.slices, own[sent.buffer], others[received.buffer]
+            key = tuple(map(id, of))
+            if key not in known:
+                known[key] = kinds.setdefault(MessageKind(*of), len(kinds))
+            kind.append(known[key])
     sides = np.array([*source, *target], np.int64)
     order = np.argsort(sides, kind="stable")
     ends = np.cumsum(np.bincount(sides, minlength=first[-1]))
