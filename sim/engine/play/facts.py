@@ -123,15 +123,19 @@ def facts_of(fragment: Fragment) -> Facts:
     exchanges: list[tuple[int, ...]] = []
     collectives: list[tuple[int, ...]] = []
     numbers = which.tolist()
+    known: dict[tuple[int, ...], tuple[list[tuple[int, int, int]], tuple[int, int]]] = {}
+    """By the numbers of a form and of peers."""
     for index in fragment.communication:
         op, number = fragment.ops[index], numbers[index]
         of_form = of_forms[number]
         if isinstance(op, ops.Exchange):
-            out, into = _by_peer(op.sends, of_form.sent), _by_peer(op.recvs, of_form.taken)
+            alike = number, *[peer for peer, _ in op.sends], *[peer for peer, _ in op.recvs]
+            if alike not in known:
+                known[alike] = _met(op, of_form)
+            met, largest = known[alike]
             written = op.by_copies is True
-            sides += [(index, over[number], 0, *sent, written) for sent in out.items()]
-            sides += [(index, over[number], 1, *taken, written) for taken in into.items()]
-            exchanges.append((index, over[number], *largest_message(op, (*of_form.sent, *of_form.taken))))
+            sides += [(index, over[number], *side, written) for side in met]
+            exchanges.append((index, over[number], *largest))
         elif isinstance(op, ops.Collective):
             collectives.append((index, over[number], kinds.number(type(op), op), of_form.part))
     kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5)[which].T
@@ -140,6 +144,13 @@ def facts_of(fragment: Fragment) -> Facts:
         np.array(sides, SIDE), np.array(exchanges, EXCHANGE_ROW), np.array(collectives, COLLECTIVE_ROW),
         communicators.found, kinds.found,
     )  # fmt: skip
+
+
+def _met(op: ops.Exchange, of_form: _OfForm) -> tuple[list[tuple[int, int, int]], tuple[int, int]]:
+    """Return of each peer whether an Exchange receives from it, and how many bytes, and of all the largest message."""
+    out, into = _by_peer(op.sends, of_form.sent), _by_peer(op.recvs, of_form.taken)
+    sides = [*((0, *sent) for sent in out.items()), *((1, *taken) for taken in into.items())]
+    return sides, largest_message(op, (*of_form.sent, *of_form.taken))
 
 
 def _by_peer(messages: Iterable[ops.Message], sizes: Iterable[int]) -> dict[int, int]:
