@@ -22,6 +22,7 @@ ModulesName = Literal["fused", "eager-mlp", "eager"]
 ProductsName = Literal["apart", "joined"]
 TensorOverlap = Literal["none", "gradients", "shards", "chunks"]
 MemoryOrder = Literal["bsh", "sbh"]
+TensorBuffers = Literal["new", "inputs", "all"]
 OptimiserPlace = Literal["gpu", "host"]
 WeightsPlace = Literal["gpu", "host", "host-states"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -111,6 +112,14 @@ class LayerOptions:
     (bsh), so that gathered tokens, and those to be scattered, are copied; or in each token all sequences lie together
     (sbh), as in Megatron-LM and nanotron, so that a part of the tokens is a part of memory. Attention takes one
     sequence behind the other in any case."""
+    tp_buffers: TensorBuffers = "new"
+    """What products of gathered tokens take these from: a new tensor each time; or a buffer that stays for all of them,
+    of what goes into products by columns, forward and backward again (inputs), as Megatron-Core's own linear layers
+    have it (megatron-core 0.16.1 tensor_parallel/layers.py, get_global_memory_buffer().get_tensor(..., "mpu")); that,
+    and one of the gradients that products by rows take backward (all), as later versions of nanotron have them, from
+    memory: parallel/tensor_parallel/functional.py, MemoryBuffer().get("allgather") and "allgather2", where 0.4 takes
+    new tensors. What is gathered by a loss in chunks, by MLPs in tiles, for an embedding, for attention that projects
+    part by part, or by copy engines, is in new ones in any case."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -289,7 +298,9 @@ class LayerOptions:
         return found
 
 
-OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "tp_hands": "all", "memory_order": "bsh"}
+OF_GROUPS: dict[str, Any] = {
+    "tp_overlap": "none", "tp_sequence": True, "tp_hands": "all", "memory_order": "bsh", "tp_buffers": "new",
+}  # fmt: skip
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",

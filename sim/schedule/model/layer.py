@@ -33,6 +33,7 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
+from sim.schedule.model.tensor.buffers import stand
 from sim.schedule.model.tensor.group import (
     Group,
     alike_of,
@@ -365,6 +366,9 @@ class _Ranks:
                 attention = plan.attention(b)
                 kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
             writers.append(tuple(kinds))
+        if self.group:
+            b.take(0, options.micro_batches, "forward")
+            stand(b, max([plan.shard(role).tokens for plan in plans], key=num_tokens), options)
         b.workload = workload
         borders = stages.borders(b, shared, self.blocks[0][0].x)
         chunks = self._chunks(b, shared, params, layers, borders)

@@ -88,6 +88,8 @@ class ProgramBuilder:
         """By number the layer that follows the name of a buffer, where one does."""
         self._inputs: set[int] = set()
         self._calls: list[Call] = []
+        self.standing: dict[Kind, View] = {}
+        """By kinds of tensors buffers that stay for what is brought here again and again; every call may use them."""
         self._traces = traces or Traces()
         """What other ranks have written that do the same, for this one to call."""
         self._traced: dict[Shape, list[Traced]] = {}
@@ -126,7 +128,7 @@ class ProgramBuilder:
         self._end_stretch()
         found: list[View] = []
         form: list[Hashable] = []
-        flatten(views, found, form)
+        flatten((views, self.standing), found, form)
         place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in found]))}
         buffers, layers = self._buffers, self._layers
         described = [(id(buffers[number]), layers[number] - layer if number in layers else None) for number in place]

@@ -189,6 +189,7 @@ def _beside(draw: Random) -> dict[str, Any]:
         "tp_sequence": sequence,
         "tp_hands": "all" if sequence else draw.choice(("all", "parts")),
         "memory_order": draw.choice(("bsh", "sbh")),
+        "tp_buffers": draw.choice(("new", "inputs", "all")),
     }
 
 
