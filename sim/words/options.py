@@ -19,7 +19,7 @@ IN_FP32: tuple[LossName, ...] = ("unfused", "subtracted")
 """Losses of a copy of the logits in the data type of sums, which becomes their gradient."""
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
-ProductsName = Literal["apart", "joined"]
+ProductsName = Literal["apart", "joined", "joined-views"]
 TensorOverlap = Literal["none", "gradients", "shards", "chunks"]
 MemoryOrder = Literal["bsh", "sbh"]
 TensorBuffers = Literal["new", "inputs", "all"]
@@ -82,7 +82,10 @@ class LayerOptions:
     """Whether linear layers of one input (of q, k and v, and of an MLP's gate and up) are a product each, as those of
     Hugging Face and torchtitan; or one for all, forward, backward and of weights' gradients, as Megatron-LM's
     linear_qkv and linear_fc1 and nanotron's qkv_proj and gate_up_proj. Adapted ones are apart in any case, and all are
-    where attention projects part by part."""
+    where attention projects part by part. joined-views: q is rotated where it lies beside k and v, which so stay for
+    the backward pass next to those that attention takes, where each query head has its own key/value head: nanotron's
+    qkv_states (0.4 models/llama.py, CausalSelfAttention, where is_gqa is false) and its rotary embedding (flash-attn
+    2.6.3 layers/rotary.py, RotaryEmbedding.forward, inplace=True)."""
     tp_overlap: TensorOverlap = "none"
     """What of tensor parallelism is sent beside products. none: nothing but the sum of an input's gradient, beside the
     last of its products for a weight's. gradients: backward of products by columns of weights, the input is gathered

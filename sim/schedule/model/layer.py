@@ -168,6 +168,8 @@ def _blocks(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> t
     step, rows = workload.scope == "step", num_tokens(plan.shard(0).tokens)
     batch = workload.batch // options.micro_batches or 1  # of a form there is one sequence
     products = "apart" if plan.partwise else options.products
+    if products == "joined-views" and options.activations != "hbm":
+        products = "joined"  # q is copied by itself, and nothing beside it stays
     found = [
         block_in_tiles(options.mlp if step else "whole", one, rows, options.modules, products)
         for one, _ in msgspec.structs.replace(workload, batch=batch).kinds()

@@ -350,6 +350,9 @@ class ProgramBuilder:
             shape, category = (extent, *tensor.shape(model)[1:]), _CATEGORIES[tensor.kind]
             return self.buffer(name, tensor.dims, shape, dtype, category, place, tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
+        if heads and tensor.beside:
+            shape = ((1 + tensor.beside) * self.batch.size, extent, heads, model.head_dim)
+            return self.buffer(name, tensor.dims, shape, dtype, "saved")[: self.batch.size]
         if heads:
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention", dtype)
         return self.activation(tensor, extent, dtype, "saved" if is_saved else "other")

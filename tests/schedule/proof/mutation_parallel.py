@@ -165,7 +165,7 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
         model = make_model(8, draw.choice((4, 4, 2, 1)), head_dim=4)
         model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, **fields)
         chosen = _beside(draw) | {"modules": draw.choice(("fused", "fused", "eager-mlp", "eager"))}
-        chosen |= {"products": draw.choice(("apart", "joined"))}
+        chosen |= {"products": draw.choice(("apart", "joined", "joined-views"))}
         scope: Scope = draw.choice(("layer", "step", "step"))
         if scope == "step":
             chosen |= {option: draw.choice(values) for option, values in OF_STEPS.items()} | {"micro_batches": micro}
