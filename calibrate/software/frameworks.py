@@ -113,11 +113,21 @@ def _deepspeed() -> Software:
     parts = {
         "bucket": Asked(
             "each micro-batch, of whole gradients in bf16: into the bucket, in the order of ranks, divided",
-            steps.deepspeed_bucket,
+            functools.partial(steps.deepspeed_bucket, torch.bfloat16),
+            step=True,
+        ),
+        "bucket-fp32": Asked(
+            "the same where gradients are summed in fp32",
+            functools.partial(steps.deepspeed_bucket, torch.float32),
+            step=True,
+        ),
+        "partition": Asked(
+            "the first micro-batch's owned gradients in bf16, to where others add up",
+            steps.deepspeed_partition,
             step=True,
         ),
         "accumulate": Asked(
-            "each micro-batch but the first, of owned gradients in bf16", steps.deepspeed_partition, step=True
+            "each micro-batch but the first, of owned gradients in bf16", steps.deepspeed_accumulate, step=True
         ),
         "norm": Asked("get_grad_norm_direct of each owned gradient in bf16, in fp64", steps.deepspeed_norm, step=True),
         "gradients": Asked("owned gradients flat, in fp32, unscaled and clipped", steps.deepspeed_gradients, step=True),

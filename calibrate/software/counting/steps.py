@@ -152,15 +152,17 @@ def deepspeed_gradients(sizes: Sizes) -> Run:
     return run(build, sizes)
 
 
-def deepspeed_bucket(sizes: Sizes) -> Run:
+def deepspeed_bucket(kept: torch.dtype, sizes: Sizes) -> Run:
     """Return what gradients of whole parameters go through before they are scattered, each micro-batch.
 
     Into the bucket, in the order of ranks, divided by them: ``__add_grad_to_ipg_bucket`` of runtime/zero/stage3.py and
-    ``reduce_scatter_coalesced`` of runtime/comm/coalesced_collectives.py.
+    ``reduce_scatter_coalesced`` of runtime/comm/coalesced_collectives.py. Stages 1 and 2 move as many bytes in another
+    order (``reduce_independent_p_g_buckets_and_remove_grads``, ``average_tensor`` and ``allreduce_bucket`` of
+    stage_1_and_2.py), and stage 0 once a step (``allreduce_bucket`` and ``allreduce_and_copy`` of runtime/engine.py).
     """
 
     def build(sizes: Sizes) -> Ready:
-        gradient, bucket = _half(sizes), _half(sizes)
+        gradient, bucket = _half(sizes), torch.empty(sizes["parameters"], dtype=kept)
 
         def step() -> tuple[torch.Tensor]:
             bucket.copy_(gradient)
@@ -173,6 +175,18 @@ def deepspeed_bucket(sizes: Sizes) -> Run:
 
 
 def deepspeed_partition(sizes: Sizes) -> Run:
+    """Return what brings a step's first owned gradients to where others add up: partition_grads of
+    runtime/zero/stage3.py, copy_grads_in_partition of stage_1_and_2.py.
+    """
+
+    def build(sizes: Sizes) -> Ready:
+        total, gradient = _half(sizes), _half(sizes)
+        return Ready(lambda: (total.copy_(gradient),))
+
+    return run(build, sizes)
+
+
+def deepspeed_accumulate(sizes: Sizes) -> Run:
     """Return what a micro-batch but the first adds to owned gradients: partition_grads of runtime/zero/stage3.py."""
 
     def build(sizes: Sizes) -> Ready:
