@@ -53,7 +53,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ("trainer-alst.json", "deepspeed-zero3.json"): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 131072, "batch": 4, "ulysses_degree": 8,
             "set": {
-                "schedule.checkpoint": "whole", "schedule.loss": "chunked",
+                "schedule.checkpoint": "whole", "schedule.loss": "chunked", "schedule.reduce": "fp32",
                 "schedule.optimiser": "host", "schedule.micro_batches": "4",
                 "software.attention": "flash-attention-2"}},
     ),
@@ -211,6 +211,9 @@ def test_weights_on_the_host_are_read(tmp_path: Path, framework: str, text: str,
             {"reduce_by": "reduce-scatter"}),
         ("deepspeed", "zero_optimization: {stage: 1}\ndata_types: {grad_accum_dtype: fp32}",
             {"accumulate_in": "fp32", "reduce": "fp32"}),
+        ("deepspeed", "sequence_parallel_size: 8", {"reduce": "fp32"}),
+        ("deepspeed", "sequence_parallel_size: 8\nseq_parallel_communication_data_type: bf16", {"reduce": "model"}),
+        ("deepspeed", "sequence_parallel_size: 1", {"reduce": "model"}),
     ],
 )  # fmt: skip
 def test_how_layers_and_gradients_are_handled_is_read(

@@ -191,7 +191,7 @@ class Writer:
             return "single", {}
         if method is None:
             raise InputError(f"no key says how {cp} ranks share a sequence: set `schedule`")
-        self.options |= method.options
+        self.options = method.options | self.options
         return method.schedule, typed or said or {method.degree or "cp": cp}
 
     def _degrees(self, schedule: str | None, degrees: Mapping[str, int]) -> dict[str, int]:
