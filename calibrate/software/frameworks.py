@@ -137,6 +137,12 @@ def _deepspeed() -> Software:
     return Software("deepspeed 0.19.8 as its code has it: a step of ZeRO-3 on the GPU, bf16", PACKAGES, parts)
 
 
+def _torchtune() -> Software:
+    what = "of owned gradients in bf16, by ranks over tokens"
+    parts = {"scale": Asked(f"scale_grads, {what}", steps.torchtune_scale, step=True)}
+    return Software("torchtune 0.6.1 as its code has it: what a step runs before the optimiser", PACKAGES, parts)
+
+
 def _alst() -> Software:
     parts = {
         "mlp-tile": Asked("each tile of TiledMLP with LlamaMLP's forward, its weights' gradients added", tiles.mlp),
@@ -178,6 +184,7 @@ SOFTWARE: Mapping[str, Callable[[], Software]] = {
     "torchtitan-compiled": _torchtitan_compiled,
     "megatron": _megatron,
     "deepspeed-step": _deepspeed,
+    "torchtune": _torchtune,
     "alst": _alst,
     "fsdp2-copies": _fsdp2,
 }

@@ -162,6 +162,8 @@ ACCUMULATED = {
     "ms-swift": ("last", "reduce-scatter", "whole", "micro-batch"),
     "deepspeed": ("every", "all-reduce", "whole", "micro-batch"),
     "alst": ("every", "all-reduce", "whole", "never"),
+    "torchtitan": ("every", "reduce-scatter", "full", "micro-batch"),
+    "torchtune": ("every", "reduce-scatter", "full", "micro-batch"),
 }
 """By preset when gradients are summed and by what, what is computed again, and when the host waits: as its sources."""
 
@@ -169,12 +171,12 @@ ACCUMULATED = {
 @pytest.mark.parametrize("stage", slow_but({1, 3}, [0, 1, 2, 3]))
 @pytest.mark.parametrize("name", sweep_but({"huggingface", "deepspeed"}, list(ACCUMULATED)))
 def test_what_trainer_and_deepspeed_do_with_micro_batches(name: str, stage: int) -> None:
-    """At any stage, gradients add up in the model's data type, but for those of ranks that share a sequence."""
+    """At any stage, gradients add up in the model's data type, but for what is summed in fp32."""
     wanted = STEP | {"schedule": "zigzag", "software": name, "batch": 2, "scope": "step"}
     given = {"schedule.zero_stage": str(stage), "schedule.micro_batches": "2"}
     options = Setup(**wanted, set=given).resolved().options
     assert (options.sync, options.reduce_by, options.checkpoint, options.host_waits) == ACCUMULATED[name]
-    assert options.adds_narrow == (name != "alst")
+    assert options.adds_narrow == (name not in {"alst", "torchtitan"})
     assert longstep.predict("zigzag", **STEP | {"batch": 2}, software=name, set=given).step_time_s > 0
 
 

@@ -67,6 +67,16 @@ def scale(sizes: Sizes) -> Run:
     return run(build, sizes)
 
 
+def torchtune_scale(sizes: Sizes) -> Run:
+    """Return what scale_grads of torchtune 0.6.1 (training/_grad_scaler.py) runs on a gradient in bf16."""
+
+    def build(sizes: Sizes) -> Ready:
+        gradient, scaler = _half(sizes), torch.empty(())
+        return Ready(lambda: (gradient.mul_(scaler),))
+
+    return run(build, sizes)
+
+
 def nanotron_clip(sizes: Sizes) -> Run:
     """Return what optim/clip_grads.py of nanotron 0.4 runs on each gradient in fp32: it scales them in any case."""
 
