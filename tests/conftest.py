@@ -59,8 +59,14 @@ EXECUTING = {"experiments.evidence.executed.execution.execute"}
 """Doctests that start processes: they cannot say so themselves."""
 
 SEARCHING = {
+    "sim.balance.micro_batches.balance_micro_batches",
+    "sim.compare.explore.explore",
     "sim.compare.winners.winners",
+    "sim.diagnose.doctor.doctor",
+    "sim.plan.fit.ladder",
+    "sim.plan.neighbours.neighbours",
     "sim.plan.reverse.fewest_gpus",
+    "sim.setup.played.PlayedStep.over",
 }
 """Doctests of what plays many configurations."""
 

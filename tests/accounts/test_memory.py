@@ -153,6 +153,7 @@ def same_as_by_the_op(program: Program, dependencies: Dependencies) -> None:
     assert found.peak_bytes == max(found.in_use, default=0) == sum(found.by_category.values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"zigzag", "ulysses", "upipe", "zigzag, offloaded"}, [*VARIANTS, *OFFLOADED]))
 def test_columns_say_what_a_pass_over_the_ops_says(name: str) -> None:
     for ranks in (1, 4):

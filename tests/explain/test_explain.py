@@ -40,6 +40,7 @@ def as_file(text: str, file: File, folder: Path) -> File:
     return read(str(path))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("files", SAYABLE, ids=lambda files: files[0])
 def test_a_change_says_what_the_framework_reads(files: tuple[str, ...], tmp_path: Path) -> None:
     """Its text, as a file of that kind, changes the files as it was said to."""

@@ -28,6 +28,7 @@ def copied(page: Path) -> list[Command]:
     return [one for one in commands_of(page) if one.text.startswith("longstep ")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_commands_are_understood(page: Path) -> None:
     """The verb and all of its options exist, also where the command is not run."""

@@ -64,6 +64,7 @@ def test_unlike_micro_batches_are_all_played() -> None:
     assert few.answer.partition(" (")[2].partition("), ")[2] == whole.answer.partition(" (")[2].partition("), ")[2]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
 def test_another_machine_is_played_on_schedules_that_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all figures of a step that was built anew."""

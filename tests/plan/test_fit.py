@@ -24,6 +24,7 @@ def with_memory(gib: float, **changes: Any) -> Setup:
     return ON_TWO.replace(set={f"cluster.hbm.{key}": value for key, value in figures.items()}, **changes)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["zigzag", "single"])
 def test_the_longest_context_is_the_last_that_fits(schedule: str) -> None:
     """A sixteenth of a power of two more does not."""
@@ -144,6 +145,7 @@ def test_a_stack_is_its_options_and_its_schedule(stack: str) -> None:
     assert named.replace(schedule="zigzag", dp_degree=1).resolved().schedule == "zigzag"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["fpdt", "upipe"])
 def test_a_schedule_is_played_where_it_is_named(schedule: str) -> None:
     """Not a stack that its authors published with it, which has another name."""

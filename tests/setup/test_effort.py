@@ -82,6 +82,7 @@ def test_ops_are_told_within_a_tenth(setup: Setup) -> None:
 SHARED = STEP.replace(schedule="ring", layers=4, gpus=32, tp_degree=8, ring_degree=4, seq="64K", jitter=0.0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("setup", "ranks"),
     [
@@ -110,6 +111,7 @@ def test_what_is_written_once_for_many_ranks_is_told_once() -> None:
     assert told(trading).seconds < told(alone).seconds / 3
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "setup",
     [

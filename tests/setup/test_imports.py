@@ -557,6 +557,7 @@ def test_tables_say_what_there_is(name: str) -> None:
     assert len(one.source) > 20
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("files", SAYABLE, ids=lambda files: files[0])
 def test_the_command_and_the_python_are_what_was_read(files: tuple[str, ...]) -> None:
     found = imported(*(FILES / file for file in files)).setup(**SAYABLE[files][0])

@@ -128,6 +128,7 @@ PLAYED: dict[str, tuple[tuple[str, list[tuple[str, str]]], dict[str, Any], dict[
 """Files with what is changed in them, what is typed beside them, and what to predict."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PLAYED)
 def test_a_file_says_its_stages(name: str, tmp_path: Path) -> None:
     what, given, expected = PLAYED[name]

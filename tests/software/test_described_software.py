@@ -56,6 +56,7 @@ def mine(folder: Path, **replaced: str) -> str:
     return str(path)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", software_names())
 def test_what_ships_is_played_and_every_field_has_its_source(name: str) -> None:
     software = load_software(name)

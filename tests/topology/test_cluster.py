@@ -276,6 +276,7 @@ def test_a_cluster_with_other_peaks_shares_all_else() -> None:
         assert found.devices[0].number == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_cluster_at_other_rates_is_as_if_built_anew(name: str) -> None:
     """With every figure of the machine doubled, and its devices in another order."""

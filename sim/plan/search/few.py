@@ -7,13 +7,11 @@ that differences between its stages stay.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from sim.schedule.model.pipeline.stages import Stages
 from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
-
-Some = TypeVar("Some")
 
 PLAYED = (3, 4)
 """Layers that are played of a step that has more, of each chunk of a pipeline: every further one takes what the last of

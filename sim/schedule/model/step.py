@@ -37,11 +37,6 @@ Timetable = Callable[[int, int, int, int], list[Item]]
 are."""
 
 
-def one_stage(_stage: int, _stages: int, micros: int, _chunks: int) -> list[Item]:
-    """Each micro-batch goes forward and backward through all layers before the next one."""
-    return [Item(kind, micro, 0) for micro in range(micros) for kind in ("F", "BW")]
-
-
 class Chunk(NamedTuple):
     """Layers that follow each other, of one rank, and what they stand between."""
 

@@ -242,6 +242,7 @@ def test_bytes_of_a_token() -> None:
     assert token_bytes(8, 2, 128, 2) == (2 * 2 * 128 * 2, 8 * 128 * 2, 8 * 128 * 2 + 8 * 4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*ANY_LENGTH, *DIVIDED, "fcp", "groups", "dcp"])
 def test_two_billion_tokens_take_no_longer_than_few(name: str) -> None:
     """As many as are allowed, one document among short ones: no pair is lost, nothing is counted token by token."""

@@ -56,6 +56,7 @@ def profile(
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("transfer", "ranks"), [*product(AMONG_RANKS, (2, 3, 4)), ("offload", 1), ("fetch", 1), ("offload", 2)]
 )

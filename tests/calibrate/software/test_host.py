@@ -43,6 +43,7 @@ def test_what_ships_is_what_is_measured() -> None:
             assert 1 / 1.5 < one.takes / other.takes < 1.5, name
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("of", [tensor_parallel.Column, tensor_parallel.Row])
 def test_products_among_ranks_are_those_of_one(of: Any) -> None:
     """A group of one rank, which has the whole sequence: outputs and gradients are those of a linear layer."""

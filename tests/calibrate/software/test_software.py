@@ -35,6 +35,7 @@ MARKS = {**dict.fromkeys(OF_TRANSFORMERS, needs_transformers), "torchtitan-compi
 EVERY = [pytest.param(name, marks=MARKS.get(name, [])) for name in SOFTWARE]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", EVERY)
 def test_what_ships_is_what_is_counted(name: str) -> None:
     shipped = load_counted(name)

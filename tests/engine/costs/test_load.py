@@ -153,6 +153,7 @@ def predicted(**changes: Any) -> longstep.Prediction:
     return longstep.predict("single", **({"scope": "attention"} | fields | changes))
 
 
+@pytest.mark.sweep
 def test_layers_take_sustained_rates_and_attention_alone_those_of_short_runs() -> None:
     for scope, rates in (("attention", "burst"), ("layer", "sustained")):
         found = predicted(scope=scope)

@@ -337,6 +337,7 @@ def test_links_of_some_alike_nodes_tell_those_of_all(kind: Any, nodes: int, per_
             assert len(near.nbytes) * nodes == len(whole.nbytes) * max(2, first)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("change", "options", "played"),
     [

@@ -48,6 +48,7 @@ def played(form: MessageForm, kv: float, engine: Engine) -> Trace:
     return simulate(backward(form), Cluster(spec), None, engine=engine).trace
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kv", [0.4, 1.0, 3.0])
 def test_each_kernel_of_messages_waits_for_the_last_wave_by_itself(kv: float, engine: Engine) -> None:

@@ -55,6 +55,7 @@ def test_elasticities_are_central_differences_or_say_that_the_bound_changes(coun
     assert told <= max(0.1 * total, 3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "changes"),
     [
@@ -118,6 +119,7 @@ def test_the_bound_is_what_saves_most_when_it_is_doubled(count: int) -> None:
     assert len(wrong) <= count // 20, wrong
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "seq", "changes", "bounds"),
     [

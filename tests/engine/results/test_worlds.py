@@ -57,6 +57,7 @@ def test_many_ops_carry_few_worlds_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert worlds(found, changes) == meant
 
 
+@pytest.mark.sweep
 @requires_compiler
 @pytest.mark.parametrize("count", [1, FEW, FEW + 1, 12, 13])
 def test_worlds_are_the_same_however_many_a_player_can_carry(count: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,7 @@ def test_the_table_stands_in_a_cluster_file() -> None:
     assert named.figures()["collectives"]["all_reduce"] == "tree"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["hgx-h100", "a100-pcie", "h100-nvl", "l20-pcie", "mi300x", "rtx-4090", "host"])
 @pytest.mark.parametrize("part", [12_345, 0.3, 1 << 50])
 def test_what_an_all_to_all_puts_on_links_is_the_sum_over_all_pairs(name: str, part: float) -> None:

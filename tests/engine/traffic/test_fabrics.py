@@ -298,6 +298,7 @@ def test_the_oracle_itself() -> None:
     assert fair_rates(np.array([[0.5, 1.0]]), np.array([3.0]), np.array([6.0, 3.0])) == pytest.approx([3, 1.5])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("fabric", "nodes", "gpus"), FABRICS)
 @pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "all_reduce"])
 def test_collectives_never_beat_their_bound(fabric: Fabric, nodes: int, gpus: int, kind: CollectiveName) -> None:

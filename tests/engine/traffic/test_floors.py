@@ -70,6 +70,7 @@ def test_totals_are_the_sums_over_all_ops(name: str) -> None:
             assert floors(Fold(checked, cluster)) == pytest.approx(floors_by_the_op(checked, cluster), rel=1e-12)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", get_args(CollectiveName))
 @pytest.mark.parametrize("name", ["hgx-h100", "dgx-a100", "l20-pcie"])
 @pytest.mark.parametrize("ranks", [range(2), range(8), range(16), range(0, 32, 8), range(2, 30)])

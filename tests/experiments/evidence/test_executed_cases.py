@@ -112,6 +112,7 @@ def test_steps_stay_near_those_of_the_record(
     assert mean(ratios) == pytest.approx(1, abs=mean_near)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [

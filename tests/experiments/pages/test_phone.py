@@ -160,6 +160,7 @@ def can_be_read(svg: ElementTree.Element, room: float, least: float) -> None:
         assert apart, f"{one.said} lies on {other.said}"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_fit_a_phone(name: str, tmp_path: Path) -> None:
     text = PAGES[name](tmp_path)

@@ -83,6 +83,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("asked", ASKED)
 def test_answers_are_those_of_predict_and_so_is_the_command(asked: dict[str, Any]) -> None:
     question = TINY | asked

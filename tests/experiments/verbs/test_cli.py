@@ -55,6 +55,7 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], tmp_p
     assert "without control characters" in fails(capsys, "simulate", "--model", str(path))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -367,6 +368,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("missing", ["TORCHELASTIC_RUN_ID", *WORLD, *STORE])
 def test_a_process_that_torchrun_has_not_started_runs_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, missing: str

@@ -74,6 +74,7 @@ def test_fit_has_a_row_for_each_place(capsys: pytest.CaptureFixture[str]) -> Non
     assert "- ulysses: Ulysses degree 3" in printed
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("typed", "message"),
     [

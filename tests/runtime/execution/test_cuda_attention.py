@@ -304,6 +304,7 @@ def aten_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> AttentionKernel:
     return MemoryEfficient() if efficient else Cudnn()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize(("queries", "keys", "band"), BLOCKS + WINDOWS)
 def test_torch_gets_what_it_asks_for(
@@ -325,6 +326,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return FlashAttention3()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("queries", "keys", "band"), BLOCKS + WINDOWS)
 def test_packages_get_what_they_ask_for(package: AttentionKernel, queries: int, keys: int, band: Band) -> None:
     held_against_the_reference(package, draw(queries, keys, torch.float64), band, 1e-6)

@@ -35,6 +35,7 @@ def tensors(queries: int, keys: int, heads: int = 4, kv_heads: int = 2, batch: i
     return [draw(queries, heads), draw(keys, kv_heads), draw(keys, kv_heads), draw(queries, heads)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize(("queries", "keys"), [(24, 24), (24, 40), (40, 24), (3, 24)])

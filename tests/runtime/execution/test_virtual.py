@@ -121,6 +121,7 @@ def two_layers_are_exact(name: str, ranks: int, dtype: str, heads: tuple[int, in
     assert exact_or_refused(name, ranks, ranks, model=make_model(*heads), seq=32, **fields)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"single, offloaded", "zigzag, offloaded", "ulysses, offloaded"}, OFFLOADED))
 def test_activations_on_the_host(name: str) -> None:
     """In random orders, so that a copy that has not been waited for shows."""
@@ -177,6 +178,7 @@ def test_fewest_tokens_per_rank(name: str) -> None:
     assert exact_or_refused(name, 8, 1, model=make_model(8, 8), seq=seq, dtype="fp64", mask="causal")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but(SCHEDULES, VARIANTS))
 def test_padding_changes_nothing(name: str) -> None:
     """What is verified are the real tokens, against the sequence without padding."""
@@ -184,6 +186,7 @@ def test_padding_changes_nothing(name: str) -> None:
     assert exact_or_refused(name, ranks, 1, model=make_model(8, 4), seq=48, padding=5, dtype="fp64")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({"zigzag", "ulysses", "fpdt"}, SCHEDULES))
 def test_padding_of_layers_changes_nothing(name: str) -> None:
     ranks = 1 if name == "single" else 4

@@ -176,6 +176,7 @@ def test_every_kernel_holds_what_is_said(name: str, dtype: Dtype) -> None:
             assert -1.25 * lse <= said - seen <= 1.25 * lse + taken, op.label
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("qk_norm", ["head", "all"])
 @pytest.mark.parametrize("rank", [msgspec.UNSET, 4], ids=["trained", "frozen"])
@@ -189,6 +190,7 @@ def test_eager_modules_hold_what_is_said(rank: Any, qk_norm: QkNormName, dtype: 
     assert [(one.op.label, one.seen) for one in found] == [(one.op.label, one.said) for one in found]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_loss_of_shares_by_torch_holds_what_is_said(dtype: Dtype) -> None:
     """Of 128 tokens of 32 logits: in fp32 a copy, three and four of these (torch's loss_parallel), and some numbers of

@@ -199,6 +199,7 @@ def test_shards_of_unlike_sizes_are_played_on_all_ranks() -> None:
     assert roles(Schedule(schedule.header, program, kind=schedule.kind))["dp"] == (0, 1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "mesh",
     slow_but(

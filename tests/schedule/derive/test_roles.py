@@ -71,6 +71,7 @@ def seen(program: Program, one: int) -> list[Any]:
     return [program.buffers, [plain(op, program.rank - one) for op in program.ops], ports, program.begins]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("options", slow_but({"sharded", "own tokens first"}, OPTIONS))
 @pytest.mark.parametrize("mesh", slow_but({"a group of shards", "stages"}, MESHES))

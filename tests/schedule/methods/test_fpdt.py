@@ -37,6 +37,7 @@ def is_right(checked: Checked) -> None:
     assert max(errors.values()) <= 1e-12
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mask", slow_but({"causal"}, MASKS))
 @pytest.mark.parametrize("chunk", slow_but({8, 64}, [8, 16, 32, 64, 65536]))
 @pytest.mark.parametrize("ranks", slow_but({2}, [1, 2, 4]))
@@ -154,6 +155,7 @@ LOST = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("label", LOST)
 def test_an_op_that_is_lost(label: str) -> None:
     """What lies in its place is of another chunk, or as it was before."""

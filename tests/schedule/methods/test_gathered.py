@@ -76,6 +76,7 @@ def test_one_kernel_attends_to_all_documents() -> None:
         assert [kinds.count(kind) for kind in (Attend, AllGather, ReduceScatter, Copy, Exchange)] == [1, 4, 2, 6, 0]
 
 
+@pytest.mark.sweep
 def test_layers_around_unequal_shards_are_exact() -> None:
     documents = (13, 2, 9, 7)
     checked = proved(wlb(batch(documents), 3, "document"), documents, scope="layer", layers=2, model=make_model(8, 4))

@@ -85,6 +85,7 @@ def test_schedules_are_deterministic_and_survive_json(some: Some) -> None:
         check(read)
 
 
+@pytest.mark.sweep
 def test_an_exchange_lists_its_sends_then_its_receives(some: Some) -> None:
     for checked in some.schedules:
         transfers, of = checked.matching.transfers, checked.matching.transfers_of
@@ -94,6 +95,7 @@ def test_an_exchange_lists_its_sends_then_its_receives(some: Some) -> None:
         assert sum(map(len, sent.values())) == sum(map(len, taken.values())) == len(transfers)
 
 
+@pytest.mark.sweep
 def test_buffers_are_freed_and_the_walk_returns_to_what_the_caller_holds(some: Some) -> None:
     for checked in some.schedules:
         for program, dependencies in zip(checked.schedule.programs, checked.dependencies, strict=True):

@@ -200,6 +200,7 @@ UNEVEN = Plan(
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("scope", ["layer", "step"])
 def test_layers_and_steps_of_unequal_shards(scope: Any) -> None:
     workload = Workload(model=make_model(8, 4), seq=32, scope=scope, layers=2, dtype="fp64")

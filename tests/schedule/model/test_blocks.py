@@ -133,6 +133,7 @@ def test_other_numbers_are_caught(feature: str, kind: type[Op], changes: dict[st
     refuses(replaced(make_step("ring", 2, of(feature)).schedule, kind, **changes), message)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("feature", "label", "message"),
     [

@@ -101,6 +101,7 @@ def held(schedule: Schedule) -> Counter[str]:
     return Counter({name: nbytes // tokens for name, nbytes in found.items()})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["full", "whole", "attention", "x+out+h2", "x+q+k+v+out", "none"])
 def test_what_is_kept_by_hand(name: str) -> None:
     """Of one layer more, per token in fp64: E = 128 of x, middle and norms; 8 heads of 16 of q and out, 4 of k and v;

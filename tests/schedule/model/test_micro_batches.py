@@ -126,6 +126,7 @@ def test_the_one_sum_below_stage_2_is_beside_the_last_backward_pass(stage: int, 
 IN_PLACE = [(0, 2, "last"), (0, 1, "every"), (1, 2, "every"), (1, 1, "last"), (2, 2, "last"), (3, 2, "last")]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", slow_but({(0, 2, "last"), (1, 2, "every")}, IN_PLACE))
 def test_gradients_add_up_in_place(case: tuple[int, int, str]) -> None:
     """Each is read once in the model's data type, and added to one fp32 buffer: no fp32 copy is ever there."""
@@ -392,6 +393,7 @@ def test_flops_are_those_of_the_whole_batch() -> None:
     assert one.attention_flops == two.attention_flops
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("stage", "share", "sync"), [(3, 2, "every"), (3, 1, "last"), (1, 1, "every")])
 def test_only_sums_outlive_a_micro_batch(stage: ZeroStage, share: int, sync: str) -> None:
     """Of each weight one fp64 number: from stage 2 on of what a rank owns, half on 2 ranks; below it, and where they

@@ -99,6 +99,7 @@ LISTED = {
 """Numbers per token of the block above, with what the same kernel makes: the norm's rstd, the log-sum-exp."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LISTED)
 def test_bytes_of_a_list_by_hand(name: str) -> None:
     """The rest stays on the GPU; the results are those of one process."""

@@ -64,6 +64,7 @@ def test_one_rank_and_replicas() -> None:
     is_exact("ring", 4, step(), dp=2, optimiser="host", shards="replica")
 
 
+@pytest.mark.sweep
 def test_all_ranks_on_one_device() -> None:
     folded = check(on_one_device(make_step("zigzag", 2, step(), optimiser="host")))
     errors = output_errors(folded, execute_virtual(folded, torch.device("cpu")))

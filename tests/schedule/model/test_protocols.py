@@ -27,7 +27,7 @@ from sim.schedule.model.outside import FromOutside, ToOutside
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.saving import Keep, Saving, Visit
 from sim.schedule.model.scope import Unit, layers_of, units
-from sim.schedule.model.step import Chunk, StepWriter, one_stage
+from sim.schedule.model.step import Chunk, Item, StepWriter
 from sim.schedule.model.tiling import Tiling, whole
 from sim.schedule.model.weights.params import Params, Replicated
 from sim.schedule.model.write import Kept, TokenWriter, Values
@@ -188,7 +188,7 @@ def schedule_of(name: str) -> Schedule:
         )
         ends = FromOutside(b, own.tokens, LLAMA.x), ToOutside(b, own.tokens, LLAMA.x)
         chunk = Chunk(layers_of(workload), lambda: ends)
-        return StepWriter(b, {0: chunk}, ((layers,),), params).program(one_stage(0, 1, 1, 1))
+        return StepWriter(b, {0: chunk}, ((layers,),), params).program([Item("F", 0, 0), Item("BW", 0, 0)])
 
     nbytes = sum(math.prod(weight.shape(workload.model)) for weight in LLAMA.weights) * DTYPE_BYTES["fp64"]
     sent = (3 if technique.params is Sharded else 2) * (RANKS - 1) * nbytes

@@ -44,6 +44,7 @@ def test_every_technique(stack: str) -> None:
     exact("ulysses", 2, tied(batch=batch, dtype="fp64"), **STACKS[stack])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fields", [{"dtype": "bf16"}, {"padding": 5}, {"layers": 1}])
 def test_other_steps(fields: dict[str, Any]) -> None:
     exact("striped", 2, tied(**fields))

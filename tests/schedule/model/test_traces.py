@@ -10,6 +10,7 @@ from tests.helpers import slow_but
 from tests.schedule.model.test_pipelines import CASES, QUICK, TESTED
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", slow_but({*QUICK, *TESTED}, CASES))
 def test_a_stage_does_what_it_writes_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = CASES[name].build().to_json()

@@ -36,6 +36,7 @@ def test_pipelines_are_proved_by_their_calls(name: str) -> None:
     ends_as_the_flat_proof_does(schedule)
 
 
+@pytest.mark.sweep
 def test_more_micro_batches_and_stages_that_are_alike_are_remembered() -> None:
     played = []
     for micros in (8, 16):

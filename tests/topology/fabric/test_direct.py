@@ -145,6 +145,7 @@ def test_whole_layers_play_whatever_transfers_take_of_the_cores(schedule: str) -
     assert native.trace.step_time_s == reference.trace.step_time_s > 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_of_the_lab_play_slower_the_slower_their_links(name: str) -> None:
     """At one rate for all of their links, thin excepted; all ranks compute on the same cores."""

@@ -169,6 +169,7 @@ def test_measured_times_follow_what_is_between_the_nodes() -> None:
     assert sent(far)[0] == pytest.approx(2 * sent(None)[0]), "two links of 7 us beside 14 us of the NICs"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fabric", [
     FatTreeSpec(below=(4, 2), above=(2,), oversubscription=(4.0,)), RailOnlySpec(below=(4,)),
     DragonflyPlusSpec(below=2, leaves=1, spines=1, global_links=3),
