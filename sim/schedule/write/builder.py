@@ -88,6 +88,8 @@ class ProgramBuilder:
         """By number the layer that follows the name of a buffer, where one does."""
         self._inputs: set[int] = set()
         self._calls: list[Call] = []
+        self._called = 0
+        """How many ops these have."""
         self._traces = traces or Traces()
         """What other ranks have written that do the same, for this one to call."""
         self._traced: dict[Shape, list[Traced]] = {}
@@ -104,7 +106,7 @@ class ProgramBuilder:
     @property
     def num_ops(self) -> int:
         """How many ops have been written."""
-        return sum([len(call.fragment.ops) for call in self._calls]) + len(self._writing.ops)
+        return self._called + len(self._writing.ops)
 
     def build(self, begins: Sequence[int] = ()) -> Program:
         """Return what has been written; ``begins`` as of programs."""
@@ -146,14 +148,18 @@ class ProgramBuilder:
         known.append(Traced(self._end(number), here, tuple(self._writing.asked.items())))
         self._traces.add(shape, self.rank, known[-1])
         self._writing = _Writing("", {}, len(buffers), 0)
-        self._calls.append(Call(known[-1].fragment, numbers, first, layer))
+        self._append(Call(known[-1].fragment, numbers, first, layer))
         return result
+
+    def _append(self, call: Call) -> None:
+        self._calls.append(call)
+        self._called += len(call.fragment.ops)
 
     def _bound(self, traced: Traced, given: tuple[int, ...], layer: int) -> Any:
         """Return the result of a call that is made again, on other buffers."""
         fragment, first = traced.fragment, len(self._buffers)
         call = Call(fragment, given, first, layer)
-        self._calls.append(call)
+        self._append(call)
         self._buffers += fragment.own
         numbers = call.numbers
         for number, of_layer in fragment.buffer_layers.items():
@@ -174,7 +180,7 @@ class ProgramBuilder:
         given = tuple(dict.fromkeys([number for number in used if number < writing.first]))
         order = (*given, *range(writing.first, count))
         fragment = self._end({number: at for at, number in enumerate(order)})
-        self._calls.append(Call(fragment, given, writing.first, 0))
+        self._append(Call(fragment, given, writing.first, 0))
         self._writing = _Writing("", {}, count, 0)
 
     def _end(self, number: Mapping[int, int]) -> Fragment:
