@@ -238,6 +238,10 @@ class Writer:
         stays = ("false", "by-stages") if self.pp > 1 else ("false",)
         if self.facts.get("reshard") in stays and self.options.get("zero_stage") == "3":
             self.options["zero_stage"] = "2"  # weights are whole from their first use to their last one
+        if self.options.get("sum_waits") == "never" and self.options.get("zero_stage") == "0":
+            del self.options["sum_waits"]  # without ZeRO there are no hooks that sum (DeepSpeed's overlap_comm)
+        if self.options.get("sum_waits") == "never" and self.options.get("zero_stage") == "1":
+            self.options["sync"] = "last"  # hooks sum what all micro-batches have added up, in the last backward pass
         replicate = self._count("replicate")
         if replicate == 1 or self.options.get("zero_stage") == "0":
             return

@@ -215,6 +215,14 @@ def test_kernels_run_beside_sums_or_wait_for_them(by: str) -> None:
         assert not any(beside_sums(reduce_by=by, sum_waits=waits))
 
 
+@pytest.mark.parametrize("waits", slow_but({"never"}, ["never", "always"]))
+def test_what_all_micro_batches_add_up_is_summed_beside_the_last_pass_at_stage_1(waits: str) -> None:
+    options = {"zero_stage": 1, "sync": "last", "micro_batches": 2, "reduce_by": "all-reduce", "sum_waits": waits}
+    ops = is_exact("ring", 4, step(batch=2), dp=2, **options).schedule.program(3).ops
+    second, first = [beside(ops, at) for at, op in enumerate(ops) if op.label == "reduce weights"]
+    assert ("AttendBackward" in second) == ("EmbedBackward" in first) == (waits == "never")
+
+
 def test_weights_are_gathered_in_backward_when_their_turn_comes() -> None:
     """Behind the sum of the layer before; forward as far ahead as ever."""
     never = is_exact("ring", 2, step(), backward_prefetch="never")
