@@ -98,6 +98,34 @@ def test_unlike_chunks_take_more_layers_to_say_it(options: dict[str, Any]) -> No
     assert [one.held_bytes for one in least_limits(setup)] == [one.held_bytes for one in predicted.room.limits]
 
 
+ROUNDS: dict[str, dict[str, Any]] = {
+    "zb-h2": {},
+    "zb-v": {},
+    "dualpipe": {},
+    "dualpipe-v": {},
+    "looped-bfs": {"pipeline_chunks": 2},
+    "interleaved-zb": {"pipeline_chunks": 2},
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("pp", slow_but({2}, [2, 4]))
+@pytest.mark.parametrize("name", slow_but({"dualpipe-v", "looped-bfs"}, ROUNDS))
+def test_rounds_of_micro_batches_say_what_more_of_them_take(name: str, pp: int) -> None:
+    """Within 2e-3, which ZB-V over two stages comes to only by and by; and no bound is above."""
+    setup = make_step("zigzag", 2 * pp, 5 * pp + 4, pp=pp, pipeline_schedule=name, **ROUNDS[name])
+    predicted = setup.predicted()
+    few = of_turns(setup)
+    assert len(few.setups) == 2
+    told_s = few.told(*(one.predicted().step_time_s for one in few.setups))
+    assert told_s == pytest.approx(predicted.step_time_s, rel=2e-3)
+    assert least_of(setup).step_s <= predicted.step_time_s
+    assert predicted.room is not None
+    assert all(
+        one.held_bytes <= two.held_bytes for one, two in zip(least_limits(setup), predicted.room.limits, strict=True)
+    )
+
+
 def test_layers_are_left_out_of_each_chunk_alike() -> None:
     """So that stages differ by as many as before; what is small is played as it is."""
     uneven = make_step(layers=23, pipeline_layers="13,10")
@@ -108,6 +136,8 @@ def test_layers_are_left_out_of_each_chunk_alike() -> None:
     assert [one.resolved().options.micro_batches for one in of_turns(make_step()).setups] == [3, 4]
     rounds = make_step(pipeline_schedule="interleaved", pipeline_chunks=2, micro_batches=8)
     assert [one.resolved().options.micro_batches for one in of_turns(rounds).setups] == [4, 6]
+    both_ways = make_step(pipeline_schedule="dualpipe", micro_batches=24)
+    assert [one.resolved().options.micro_batches for one in of_turns(both_ways).setups] == [8, 10]
     assert of_turns(make_step(micro_batches=4)).setups == [make_step(micro_batches=4)]
 
 

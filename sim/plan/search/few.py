@@ -79,7 +79,7 @@ def of_played(setup: Setup, some: tuple[int, int] = PLAYED) -> Few:
 
 def of_turns(setup: Setup, *, steady: bool = True) -> Few:
     """Return setups with few micro-batches, from which one with more follows: as many as ``TURNS``. A pipeline that has
-    to be ``steady`` has more than its stages, so that the last micro-batch does not begin in the warm-up.
+    to be ``steady`` has as many as fill it and more, so that the last one does not begin in the warm-up.
     """
     found = setup.resolved()
     turns, told = turns_of(found), _turns_told(found, steady=steady)
@@ -110,26 +110,19 @@ def stages_of(found: Configuration) -> Stages:
     return Stages(found.mesh, found.workload, found.options)
 
 
-def round_of(found: Configuration) -> int | None:
-    """Return how many micro-batches each further round of a pipeline has; None where rounds do not repeat: the order
-    depends on the number of all micro-batches, or they are no whole number of rounds.
-    """
-    rounds = {"1f1b": 1, "gpipe": 1, "zb-h1": 1, "interleaved": found.mesh.pp}
-    each = rounds.get(found.options.pipeline_schedule)
-    return None if each is None or turns_of(found) % each else each
-
-
 def _turns_told(found: Configuration, *, steady: bool) -> tuple[int, int] | None:
-    """Return two numbers of micro-batches from which any larger one follows: for a pipeline that takes them in rounds,
-    two and three rounds. None where only all of them will do.
+    """Return two numbers of micro-batches from which any larger one follows: of a pipeline one round and two behind
+    those that fill it. None where only all of them will do.
     """
-    pp = found.mesh.pp
     if found.workload.sequences:
         return None  # each has documents of its own, so none adds what another does
-    each = round_of(found) if pp > 1 else 1
-    if each == 1:
-        return (pp + 1, pp + 2) if steady and pp > 1 else TURNS
-    return None if each is None else (2 * each, 3 * each)
+    if found.mesh.pp == 1:
+        return TURNS
+    rounds = stages_of(found).rounds
+    if rounds is None or (rounds == (found.mesh.pp, 1) and not steady):
+        return rounds and TURNS
+    before, each = rounds
+    return before + each, before + 2 * each
 
 
 def _without(setup: Setup, found: Configuration, split: tuple[int, ...], fewer: int) -> Setup:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from sim.engine.costs.cost import CostModel
 from sim.plan.search.bounds import last_ranks
-from sim.plan.search.few import PLAYED, Few, at_most, of_layers, round_of, stages_of
+from sim.plan.search.few import PLAYED, Few, at_most, of_layers, stages_of
 from sim.schedule.derive.kernels import kernel_uses
 from sim.schedule.ir.ops import COMPUTE, Exchange, Op, StateKernel
 from sim.schedule.ir.program import Program
@@ -68,12 +68,23 @@ class Steps(NamedTuple):
 def least_steps(setup: Setup) -> Steps:
     """Return lower bounds of a pipeline's step. Raises InputError where it cannot be built."""
     found = setup.resolved()
-    each = round_of(found)
-    few = of_layers(setup if each is None else at_most(setup, -(-TURNS // each) * each), PLAYED)
+    few = of_layers(_of_few_turns(setup, found), PLAYED)
     *before, last = [_works(one.resolved()) for one in few.setups]
     pairs = zip(before[0], last, strict=True) if before else ()
     works = [one.with_more(other, few) for one, other in pairs] if before else last
     return walked(stages_of(found), works)
+
+
+def _of_few_turns(setup: Setup, found: Configuration) -> Setup:
+    """Return a setup with few micro-batches that has all kinds of passes: as many as fill both ways where there are
+    two.
+    """
+    rounds = stages_of(found).rounds
+    if rounds is None:
+        return setup
+    before, each = rounds
+    fewest = TURNS if before == found.mesh.pp else before
+    return at_most(setup, -(-fewest // each) * each)
 
 
 def _works(found: Configuration) -> list[Work]:

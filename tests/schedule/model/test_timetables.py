@@ -328,3 +328,26 @@ def test_stages_that_wait_for_each_other_are_named() -> None:
         played([first, second], lambda _: 1)
     with pytest.raises(ScheduleError, match="stage 0 before gradients of weights of micro-batch 0 in chunk 0"):
         played([[Item("F", 0, 0), Item("W", 0, 0), Item("B", 0, 0)]], lambda _: 1)
+
+
+IN_ROUNDS = {name for name in PIPELINES if name not in {"gpipe", "looped-bfs"}}
+"""Those that begin to go back before all micro-batches have gone forward."""
+
+
+@pytest.mark.parametrize("name", sorted(IN_ROUNDS))
+@pytest.mark.parametrize("stages", [2, 4, 6])
+def test_passes_of_further_rounds_stand_where_those_of_the_last_round_do(name: str, stages: int) -> None:
+    """A step of more rounds is one of fewer with the same passes again for each, in one place of each stage."""
+    rounds = PIPELINES[name].rounds
+    assert rounds is not None
+    before, each = rounds.of(stages)
+
+    def order(stage: int, further: int) -> list[tuple[str, int]]:
+        micros, chunks = before + further * each, PIPELINES[name].chunks or 2
+        return [(item.kind, item.chunk) for item in PIPELINES[name].timetable(stage, stages, micros, chunks)]
+
+    for stage in range(stages):
+        few, more, most = (order(stage, further) for further in (1, 2, 3))
+        added = len(more) - len(few)
+        cuts = [at for at in range(len(few) + 1) if more == few[:at] + more[at : at + added] + few[at:]]
+        assert any(most == few[:at] + more[at : at + added] * 2 + few[at:] for at in cuts)

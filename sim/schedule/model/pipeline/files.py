@@ -96,7 +96,7 @@ def pipeline_in(data: bytes, name: str) -> Pipeline:
     except InputError as error:
         raise InputError(f"pipeline {name!r}: {error}; change it in that file, or set another with {_WHERE}") from None
     listed = Listed(name, rows, stages, micros)
-    return Pipeline(listed.timetable, f"the file {name}", len(stages) // len(rows), listed.stage_of)
+    return Pipeline(listed.timetable, f"the file {name}", len(stages) // len(rows), listed.stage_of, rounds=None)
 
 
 def to_csv(pipeline: Pipeline, stages: int, micros: int, chunks: int) -> bytes:

@@ -101,6 +101,15 @@ class Stages:
         return self._pipeline.copies
 
     @property
+    def rounds(self) -> tuple[int, int] | None:
+        """How many micro-batches there are before rounds of passes repeat, and how many each further round has; None
+        where rounds do not repeat, or are not whole.
+        """
+        rounds = self._pipeline.rounds
+        before, each = rounds.of(self._mesh.pp) if rounds else (0, 0)
+        return None if not each or self._options.micro_batches % each else (before, each)
+
+    @property
     def _ways(self) -> range:
         """The first micro-batch of each way through the stages."""
         return range(0, self.micro_batches, max(self.micro_batches // self.copies, 1))

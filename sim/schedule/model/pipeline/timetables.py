@@ -218,6 +218,19 @@ def as_v(chunk: int, stages: int) -> int:
     return min(chunk, 2 * stages - 1 - chunk)
 
 
+class Rounds(NamedTuple):
+    """Passes that repeat while all stages are busy, so that each further round takes as long as the one before."""
+
+    before: int = 1
+    """How many micro-batches there are for each stage before rounds repeat."""
+    each: int | None = 1
+    """How many micro-batches a round has; None for as many as there are stages."""
+
+    def of(self, stages: int) -> tuple[int, int]:
+        """Return how many micro-batches come before rounds repeat, and how many each has."""
+        return self.before * stages, self.each or stages
+
+
 class Pipeline(NamedTuple):
     """A pipeline schedule by name."""
 
@@ -230,6 +243,8 @@ class Pipeline(NamedTuple):
     copies: Literal[1, 2] = 1
     """How many copies of each chunk there are: a second one is on the stage that mirrors the first one's, for the
     second half of the micro-batches."""
+    rounds: Rounds | None = Rounds()
+    """Those that repeat; None where nothing is known of them."""
 
     def last_stage(self, stages: int) -> int:
         """Return which stage the last chunk is on."""
@@ -239,13 +254,13 @@ class Pipeline(NamedTuple):
 PIPELINES: dict[str, Pipeline] = {
     "1f1b": Pipeline(one_f_one_b, "arXiv:2104.04473 §2.2.1"),
     "gpipe": Pipeline(gpipe, "arXiv:1811.06965"),
-    "looped-bfs": Pipeline(looped_bfs, "arXiv:2211.05953 §4", None),
-    "interleaved": Pipeline(interleaved, "arXiv:2104.04473 §2.2.2", None),
+    "looped-bfs": Pipeline(looped_bfs, "arXiv:2211.05953 §4", None, rounds=Rounds(2)),
+    "interleaved": Pipeline(interleaved, "arXiv:2104.04473 §2.2.2", None, rounds=Rounds(each=None)),
     "zb-h1": Pipeline(zero_bubble, "arXiv:2401.10241 §2.1"),
-    "zb-h2": Pipeline(zero_bubble_h2, "arXiv:2401.10241 §2.2"),
-    "interleaved-zb": Pipeline(interleaved_zero_bubble, "arXiv:2401.10241 §2.1", None),
-    "zb-v": Pipeline(zero_bubble_v, "arXiv:2401.10241 §6", 2, as_v),
-    "dualpipe": Pipeline(dual_pipe, "arXiv:2412.19437 §3.2.1", copies=2),
-    "dualpipe-v": Pipeline(dual_pipe_v, "arXiv:2412.19437 §3.2.1", 2, as_v),
+    "zb-h2": Pipeline(zero_bubble_h2, "arXiv:2401.10241 §2.2", rounds=Rounds(3)),
+    "interleaved-zb": Pipeline(interleaved_zero_bubble, "arXiv:2401.10241 §2.1", None, rounds=Rounds(each=None)),
+    "zb-v": Pipeline(zero_bubble_v, "arXiv:2401.10241 §6", 2, as_v, rounds=Rounds(3)),
+    "dualpipe": Pipeline(dual_pipe, "arXiv:2412.19437 §3.2.1", copies=2, rounds=Rounds(3, 2)),
+    "dualpipe-v": Pipeline(dual_pipe_v, "arXiv:2412.19437 §3.2.1", 2, as_v, rounds=Rounds(3)),
 }
 """Those that ship, by name."""
