@@ -153,6 +153,12 @@ class LayerOptions:
     """By what owners get their part of a sum at stages 1 and 2: a reduce-scatter; or an all-reduce, of which each
     copies what it owns, as DeepSpeed's use_multi_rank_bucket_allreduce has it (0.19.8 runtime/zero/config.py, where it
     is on, and stage_1_and_2.py, allreduce_and_scatter). At stage 3 it is a reduce-scatter in any case."""
+    sum_waits: Literal["never", "below-3", "always"] = "never"
+    """Whether kernels of a backward pass wait for each sum of gradients over ranks that is made in it: never; below-3,
+    at stages 0 to 2, as without DeepSpeed's overlap_comm, which is on by default at stage 3 alone (0.19.8
+    runtime/zero/config.py, overlap_comm_valid); always. Where they do not and owners copy their part of an all-reduce,
+    they do so behind the kernels of the next unit, and gradients are packed in two buffers in turn (stage_1_and_2.py,
+    average_tensor and setup_buckets)."""
     bucket_mb: int = 0
     """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
     so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
@@ -216,6 +222,11 @@ class LayerOptions:
     def cuts_sums(self) -> bool:
         """Whether a rank gets the sums of all gradients, and copies what it owns of them."""
         return self.reduce_by == "all-reduce" and self.zero_stage in {1, 2} and self.reduce_to == "owner"
+
+    @property
+    def waits_for_sums(self) -> bool:
+        """Whether kernels of a backward pass wait for sums of gradients over ranks that are made in it."""
+        return self.sum_waits == "always" or (self.sum_waits == "below-3" and self.zero_stage < 3)
 
     @property
     def begins_with_own(self) -> bool:
@@ -308,7 +319,7 @@ OF_GROUPS: dict[str, Any] = {
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "accumulate_in": "fp32", "reduce_to": "owner",
-          "reduce_by": "reduce-scatter", "bucket_mb": 0, "backward_prefetch": "ahead",
+          "reduce_by": "reduce-scatter", "sum_waits": "never", "bucket_mb": 0, "backward_prefetch": "ahead",
           "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused", "products": "apart",
           "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
@@ -319,8 +330,8 @@ OF_LAYERS = ("modules", "products", *OF_GROUPS)
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "backward_prefetch", "reduce"),
     *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
-    *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "bucket_mb", "gather", "host_waits", "weights"),
-    *("pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
+    *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "sum_waits", "bucket_mb", "gather", "host_waits"),
+    *("weights", "pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
 )
 
 

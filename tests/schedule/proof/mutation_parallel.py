@@ -150,6 +150,7 @@ OF_STEPS: dict[str, tuple[Any, ...]] = {
     "reduce": ("fp32", "fp32", "model"),
     "reduce_to": ("owner", "owner", "all"),
     "reduce_by": ("reduce-scatter", "all-reduce"),
+    "sum_waits": ("never", "below-3", "always"),
     "backward_prefetch": ("ahead", "never"),
     "gather": ("units", "units", "all"),
     "optimiser": ("gpu", "gpu", "host"),
