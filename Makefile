@@ -42,8 +42,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# LARGE=yes times whole answers of many GPUs instead, each in a process of its own.
 bench: $(READY)
-	$(BIN)/python -m experiments.recipes bench
+	$(BIN)/python -m experiments.recipes bench $(if $(LARGE),--large)
 
 validate: $(READY)
 	$(BIN)/longstep evaluate all

@@ -113,11 +113,21 @@ def _deepspeed() -> Software:
     parts = {
         "bucket": Asked(
             "each micro-batch, of whole gradients in bf16: into the bucket, in the order of ranks, divided",
-            steps.deepspeed_bucket,
+            functools.partial(steps.deepspeed_bucket, torch.bfloat16),
+            step=True,
+        ),
+        "bucket-fp32": Asked(
+            "the same where gradients are summed in fp32",
+            functools.partial(steps.deepspeed_bucket, torch.float32),
+            step=True,
+        ),
+        "partition": Asked(
+            "the first micro-batch's owned gradients in bf16, to where others add up",
+            steps.deepspeed_partition,
             step=True,
         ),
         "accumulate": Asked(
-            "each micro-batch but the first, of owned gradients in bf16", steps.deepspeed_partition, step=True
+            "each micro-batch but the first, of owned gradients in bf16", steps.deepspeed_accumulate, step=True
         ),
         "norm": Asked("get_grad_norm_direct of each owned gradient in bf16, in fp64", steps.deepspeed_norm, step=True),
         "gradients": Asked("owned gradients flat, in fp32, unscaled and clipped", steps.deepspeed_gradients, step=True),
@@ -125,6 +135,12 @@ def _deepspeed() -> Software:
         "copy-back": Asked("fp32 partitions to those in bf16", steps.copy_back, step=True),
     }
     return Software("deepspeed 0.19.8 as its code has it: a step of ZeRO-3 on the GPU, bf16", PACKAGES, parts)
+
+
+def _torchtune() -> Software:
+    what = "of owned gradients in bf16, by ranks over tokens"
+    parts = {"scale": Asked(f"scale_grads, {what}", steps.torchtune_scale, step=True)}
+    return Software("torchtune 0.6.1 as its code has it: what a step runs before the optimiser", PACKAGES, parts)
 
 
 def _alst() -> Software:
@@ -168,6 +184,7 @@ SOFTWARE: Mapping[str, Callable[[], Software]] = {
     "torchtitan-compiled": _torchtitan_compiled,
     "megatron": _megatron,
     "deepspeed-step": _deepspeed,
+    "torchtune": _torchtune,
     "alst": _alst,
     "fsdp2-copies": _fsdp2,
 }

@@ -27,7 +27,8 @@ def _run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.recipes", description="Complete runs with a name.")
     recipes = parser.add_subparsers(dest="recipe", required=True)
     recipes.add_parser("demo", help="calibrate this machine, execute and simulate two schedules, predict 8 x H100")
-    recipes.add_parser("bench", help="what building, checking and simulating schedules costs")
+    costs = recipes.add_parser("bench", help="what building, checking and simulating schedules costs")
+    costs.add_argument("--large", action="store_true", help="what whole answers of many GPUs cost, instead")
     recipes.add_parser("sizes", help="what predictions of many sizes take, held against what is told before")
     recipes.add_parser("evidence", help="predict all that was measured anew, and write how far off it is")
     faults = recipes.add_parser("doctor", help="execute clean runs and faults here, and see what the doctor says")
@@ -72,6 +73,10 @@ def _run(arguments: Sequence[str]) -> None:
         from experiments.recipes.demo import demo
 
         demo(console)
+    elif given.large:
+        from experiments.recipes.bench_large import bench_large
+
+        bench_large(console)
     else:
         from experiments.recipes.bench import bench
 

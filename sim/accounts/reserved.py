@@ -2,10 +2,10 @@
 
     standing ──> step: take, give back, ... ──> moments, as the optimiser first updates ──> step: take, give back, ...
 
-Weights and what gradients add up in are there before the first step. Moments are not: torch.optim makes those of each
-weight when it first updates it, in what the passes have left free. So the second step finds other blocks than the
-first, and its peak is what logs have (torch.cuda.max_memory_reserved, beside max_memory_allocated). Further steps added
-nothing in what was tried.
+Weights, what gradients add up in, and what is held before anything is written there, as buffers of tensor-parallel
+ranks, are there before the first step. Moments are not: torch.optim makes those of each weight when it first updates
+it, in what the passes have left free. So the second step finds other blocks than the first, and its peak is what logs
+have (torch.cuda.max_memory_reserved, beside max_memory_allocated). Further steps added nothing in what was tried.
 
 A tensor that another stream has used is freed like all others where the stream of kernels waited for that (see
 ``memory``). Torch lets it be used anew only when an event of that stream has passed (``record_stream``), which it looks
@@ -101,10 +101,11 @@ class Allocations:
         given[columns.inputs] = left[columns.outputs] = zeroed[marks.zeroed] = True
         moments = [moment for _, both in marks.updated for moment in both]
         states = np.array([category in _STATES for category in columns.categories], bool)
-        stands = held.on_gpu & ((given & states) | (zeroed & (end == count)))
         begins, ends = np.full(buffers, count), np.zeros(buffers, np.int64)
         np.minimum.at(begins, touched, ops)
         np.maximum.at(ends, touched, ops + 1)
+        held_first = np.append(np.array(columns.holds, bool), False)[begins]
+        stands = held.on_gpu & ((given & states) | (zeroed & (end == count)) | held_first)
         first[given], end[given & ~left] = begins[given], ends[given & ~left]
         elsewhere = np.array([stream not in {COMPUTE, HOST} for stream in columns.streams], bool)[ops]
         self._told = np.zeros(buffers, bool)

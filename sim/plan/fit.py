@@ -25,6 +25,8 @@ from sim.setup.stacks import STACKS, TECHNIQUES
 
 PER_OCTAVE = 16
 """Lengths that are tried from one power of two to the next."""
+_MOST_GUESSES = 3
+"""Lengths that are guessed before what is left has to be halved."""
 LEAST = 1024
 """Tokens of a sequence that each rank has at least where the longest context is looked for."""
 
@@ -37,8 +39,38 @@ def longest(setup: Setup, most: int) -> int:
     lengths between each power of two and the next. Memory is assumed to grow with the length.
     """
     lengths = lengths_tried(setup, most)
-    fitting = bisect.bisect_left(lengths, x=True, key=lambda tokens: _room(setup.replace(seq=tokens)).free_bytes < 0)
+    fitting = num_fitting(lengths, lambda tokens: _room(setup.replace(seq=tokens)).free_bytes)
     return lengths[fitting - 1] if fitting else 0
+
+
+def num_fitting(lengths: Sequence[int], free_bytes: Callable[[int], int]) -> int:
+    """Return how many of some rising lengths leave nothing less than zero free, where longer ones leave less. Memory of
+    long contexts is nearly a line, so most are found by where a line through two known ones is zero.
+    """
+    known: dict[int, int] = {}
+    fits, fails, halved, guesses = -1, len(lengths), len(lengths) + 1, 0
+    while fails - fits > 1:
+        if fails - fits <= (halved + 1) // 2:
+            halved, guesses = fails - fits, 0
+        guess = _likely(lengths, known, fits, fails) if guesses < _MOST_GUESSES else (fits + fails) // 2
+        at, guesses = min(max(guess, fits + 1), fails - 1), guesses + 1
+        known[at] = free_bytes(lengths[at])
+        fits, fails = (at, fails) if known[at] >= 0 else (fits, at)
+    return fails
+
+
+def _likely(lengths: Sequence[int], known: Mapping[int, int], fits: int, fails: int) -> int:
+    """Return which length is likely the last that fits: that at ``fits`` does, and that at ``fails`` does not, where
+    they are known.
+    """
+    below, above = sorted(at for at in known if at <= fits)[-2:], sorted(at for at in known if at >= fails)[:2]
+    pair = above if len(above) > 1 else [*below[-1:], *above] if above else below  # memory grows ever faster
+    if len(pair) < 2:
+        return (fits + fails) // 2 if not pair else fits + PER_OCTAVE if below else fails - PER_OCTAVE
+    (first, last), (one, other) = [lengths[at] for at in pair], [known[at] for at in pair]
+    zero = math.inf if one == other else first - one * (last - first) / (other - one)
+    found = bisect.bisect_right(lengths, zero) - 1
+    return found if above else min(found, fits + 2 * PER_OCTAVE)
 
 
 def lengths_tried(setup: Setup, most: int) -> list[int]:

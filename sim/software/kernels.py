@@ -9,6 +9,7 @@ import msgspec
 
 from sim.base.errors import InputError
 from sim.base.kept import kept
+from sim.schedule.derive.kernels import PACKS
 from sim.software.attention import attending, named
 from sim.software.counted import Kernel, load_counted
 from sim.software.issue import eager_of
@@ -45,6 +46,8 @@ _PLACES: Mapping[str, tuple[_Place, ...]] = {
         _Place("swiglu_backward", ("backward",), "tokens*ffn"),
     ),
     "loss": (_Place("cross_entropy", ("forward", "backward"), "tokens*vocab", whole=True),),
+    "buckets": (_Place(PACKS[0], ("step",), "parameters"),),
+    "wide_buckets": (_Place(PACKS[1], ("step",), "parameters"),),
     "optimiser": (_Place("adamw", ("step",), "parameters"),),
 }
 _CLIPPING = _Place("square_sum", ("step",), "parameters")

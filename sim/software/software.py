@@ -43,6 +43,10 @@ class Kernels(_Data, frozen=True, kw_only=True):
     loss: str = ""
     """Cross-entropy of logits in fp32, where the schedule casts them (``schedule.loss`` unfused or subtracted): without
     the casts."""
+    buckets: str = ""
+    """What whole gradients go through before ranks sum them, where that is more than a copy that packs them."""
+    wide_buckets: str = ""
+    """The same where they are summed in a wider data type (``schedule.reduce`` of a narrow model)."""
     optimiser: str = ""
     """A step of AdamW on the GPU."""
     clipping: str = ""

@@ -19,9 +19,10 @@ IN_FP32: tuple[LossName, ...] = ("unfused", "subtracted")
 """Losses of a copy of the logits in the data type of sums, which becomes their gradient."""
 MlpName = Literal["whole", "tiled", "mini"]
 ModulesName = Literal["fused", "eager-mlp", "eager"]
-ProductsName = Literal["apart", "joined"]
+ProductsName = Literal["apart", "joined", "joined-views"]
 TensorOverlap = Literal["none", "gradients", "shards", "chunks"]
 MemoryOrder = Literal["bsh", "sbh"]
+TensorBuffers = Literal["new", "inputs", "all"]
 OptimiserPlace = Literal["gpu", "host"]
 WeightsPlace = Literal["gpu", "host", "host-states"]
 ZeroStage = Literal[0, 1, 2, 3]
@@ -81,7 +82,10 @@ class LayerOptions:
     """Whether linear layers of one input (of q, k and v, and of an MLP's gate and up) are a product each, as those of
     Hugging Face and torchtitan; or one for all, forward, backward and of weights' gradients, as Megatron-LM's
     linear_qkv and linear_fc1 and nanotron's qkv_proj and gate_up_proj. Adapted ones are apart in any case, and all are
-    where attention projects part by part."""
+    where attention projects part by part. joined-views: q is rotated where it lies beside k and v, which so stay for
+    the backward pass next to those that attention takes, where each query head has its own key/value head: nanotron's
+    qkv_states (0.4 models/llama.py, CausalSelfAttention, where is_gqa is false) and its rotary embedding (flash-attn
+    2.6.3 layers/rotary.py, RotaryEmbedding.forward, inplace=True)."""
     tp_overlap: TensorOverlap = "none"
     """What of tensor parallelism is sent beside products. none: nothing but the sum of an input's gradient, beside the
     last of its products for a weight's. gradients: backward of products by columns of weights, the input is gathered
@@ -111,6 +115,14 @@ class LayerOptions:
     (bsh), so that gathered tokens, and those to be scattered, are copied; or in each token all sequences lie together
     (sbh), as in Megatron-LM and nanotron, so that a part of the tokens is a part of memory. Attention takes one
     sequence behind the other in any case."""
+    tp_buffers: TensorBuffers = "new"
+    """What products of gathered tokens take these from: a new tensor each time; or a buffer that stays for all of them,
+    of what goes into products by columns, forward and backward again (inputs), as Megatron-Core's own linear layers
+    have it (megatron-core 0.16.1 tensor_parallel/layers.py, get_global_memory_buffer().get_tensor(..., "mpu")); that,
+    and one of the gradients that products by rows take backward (all), as later versions of nanotron have them, from
+    memory: parallel/tensor_parallel/functional.py, MemoryBuffer().get("allgather") and "allgather2", where 0.4 takes
+    new tensors. What is gathered by a loss in chunks, by MLPs in tiles, for an embedding, for attention that projects
+    part by part, or by copy engines, is in new ones in any case."""
     zero_stage: ZeroStage = 3
     """What is sharded in a training step: 0 nothing, 1 the optimiser's state, 2 gradients,
     too, 3 weights, too, as FSDP does."""
@@ -141,6 +153,12 @@ class LayerOptions:
     """By what owners get their part of a sum at stages 1 and 2: a reduce-scatter; or an all-reduce, of which each
     copies what it owns, as DeepSpeed's use_multi_rank_bucket_allreduce has it (0.19.8 runtime/zero/config.py, where it
     is on, and stage_1_and_2.py, allreduce_and_scatter). At stage 3 it is a reduce-scatter in any case."""
+    sum_waits: Literal["never", "below-3", "always"] = "never"
+    """Whether kernels of a backward pass wait for each sum of gradients over ranks that is made in it: never; below-3,
+    at stages 0 to 2, as without DeepSpeed's overlap_comm, which is on by default at stage 3 alone (0.19.8
+    runtime/zero/config.py, overlap_comm_valid); always. Where they do not and owners copy their part of an all-reduce,
+    they do so behind the kernels of the next unit, and gradients are packed in two buffers in turn (stage_1_and_2.py,
+    average_tensor and setup_buckets)."""
     bucket_mb: int = 0
     """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
     so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
@@ -204,6 +222,11 @@ class LayerOptions:
     def cuts_sums(self) -> bool:
         """Whether a rank gets the sums of all gradients, and copies what it owns of them."""
         return self.reduce_by == "all-reduce" and self.zero_stage in {1, 2} and self.reduce_to == "owner"
+
+    @property
+    def waits_for_sums(self) -> bool:
+        """Whether kernels of a backward pass wait for sums of gradients over ranks that are made in it."""
+        return self.sum_waits == "always" or (self.sum_waits == "below-3" and self.zero_stage < 3)
 
     @property
     def begins_with_own(self) -> bool:
@@ -289,12 +312,14 @@ class LayerOptions:
         return found
 
 
-OF_GROUPS: dict[str, Any] = {"tp_overlap": "none", "tp_sequence": True, "tp_hands": "all", "memory_order": "bsh"}
+OF_GROUPS: dict[str, Any] = {
+    "tp_overlap": "none", "tp_sequence": True, "tp_hands": "all", "memory_order": "bsh", "tp_buffers": "new",
+}  # fmt: skip
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "accumulate_in": "fp32", "reduce_to": "owner",
-          "reduce_by": "reduce-scatter", "bucket_mb": 0, "backward_prefetch": "ahead",
+          "reduce_by": "reduce-scatter", "sum_waits": "never", "bucket_mb": 0, "backward_prefetch": "ahead",
           "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused", "products": "apart",
           "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
@@ -305,8 +330,8 @@ OF_LAYERS = ("modules", "products", *OF_GROUPS)
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "backward_prefetch", "reduce"),
     *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
-    *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "bucket_mb", "gather", "host_waits", "weights"),
-    *("pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
+    *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "sum_waits", "bucket_mb", "gather", "host_waits"),
+    *("weights", "pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
 )
 
 

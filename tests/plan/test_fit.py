@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import longstep
 from longstep import InputError, Setup
-from sim.plan.fit import lengths_tried, longest, rungs, switched_off, using
+from sim.plan.fit import lengths_tried, longest, num_fitting, rungs, switched_off, using
 from sim.plan.search.families import families
 from sim.plan.search.room import room
 from sim.setup.stacks import STACKS, TECHNIQUES
@@ -164,3 +166,31 @@ def test_stacks_are_of_steps() -> None:
         Setup(stack="fsdp", gpus=1, scope="layer").resolved()
     with pytest.raises(InputError, match="unknown stack 'fdsp'.*fsdp"):
         Setup(stack="fdsp", gpus=1, scope="step").resolved()
+
+
+@given(st.lists(st.integers(-100, 100), max_size=80), st.integers(0, 2))
+def test_as_many_fit_as_when_all_are_asked(steps: list[int], power: int) -> None:
+    """Whatever memory does between lengths, as long as it grows; and not many more are asked than by halving."""
+    free = sorted(((abs(step) + 1) ** power * step for step in steps), reverse=True)
+    asked = list[int]()
+
+    def free_bytes(length: int) -> int:
+        asked.append(length)
+        return free[length - 1]
+
+    assert num_fitting(range(1, len(free) + 1), free_bytes) == sum(one >= 0 for one in free)
+    assert len(set(asked)) == len(asked) <= 3 * (1 + len(free).bit_length())
+
+
+def test_a_line_is_followed_to_where_it_is_zero() -> None:
+    """Lengths of 8 octaves and more, of which halving asks eight."""
+    lengths = [(1 << octave) * 16 + step * (1 << octave) for octave in range(10) for step in range(16)]
+    for most in (20, 200, 2000, 8000):
+        asked = list[int]()
+
+        def free_bytes(length: int, most: int = most, asked: list[int] = asked) -> int:
+            asked.append(length)
+            return 7 * (most - length)
+
+        assert num_fitting(lengths, free_bytes) == sum(length <= most for length in lengths)
+        assert len(asked) <= 5

@@ -53,7 +53,7 @@ SAYABLE: dict[tuple[str, ...], tuple[dict[str, Any], dict[str, Any]]] = {
     ("trainer-alst.json", "deepspeed-zero3.json"): (
         {"model": "llama3-8b"}, {"schedule": "ulysses", "gpus": 8, "seq": 131072, "batch": 4, "ulysses_degree": 8,
             "set": {
-                "schedule.checkpoint": "whole", "schedule.loss": "chunked",
+                "schedule.checkpoint": "whole", "schedule.loss": "chunked", "schedule.reduce": "fp32",
                 "schedule.optimiser": "host", "schedule.micro_batches": "4",
                 "software.attention": "flash-attention-2"}},
     ),
@@ -209,8 +209,16 @@ def test_weights_on_the_host_are_read(tmp_path: Path, framework: str, text: str,
             {"backward_prefetch": "never"}),
         ("deepspeed", "zero_optimization: {stage: 2, use_multi_rank_bucket_allreduce: false}",
             {"reduce_by": "reduce-scatter"}),
+        ("deepspeed", "zero_optimization: {stage: 2}", {"sum_waits": "below-3", "prefetch": 1}),
+        ("deepspeed", "zero_optimization: {stage: 0, overlap_comm: true}", {"sum_waits": "below-3", "sync": "every"}),
+        ("deepspeed", "zero_optimization: {stage: 1, overlap_comm: true}", {"sum_waits": "never", "sync": "last"}),
+        ("deepspeed", "zero_optimization: {stage: 2, overlap_comm: true}", {"sum_waits": "never", "prefetch": 1}),
+        ("deepspeed", "zero_optimization: {stage: 3, overlap_comm: false}", {"sum_waits": "always", "prefetch": 0}),
         ("deepspeed", "zero_optimization: {stage: 1}\ndata_types: {grad_accum_dtype: fp32}",
             {"accumulate_in": "fp32", "reduce": "fp32"}),
+        ("deepspeed", "sequence_parallel_size: 8", {"reduce": "fp32"}),
+        ("deepspeed", "sequence_parallel_size: 8\nseq_parallel_communication_data_type: bf16", {"reduce": "model"}),
+        ("deepspeed", "sequence_parallel_size: 1", {"reduce": "model"}),
     ],
 )  # fmt: skip
 def test_how_layers_and_gradients_are_handled_is_read(

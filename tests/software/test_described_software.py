@@ -13,7 +13,7 @@ from sim.engine.costs.cost import CostModel
 from sim.engine.intervals.interval import interval
 from sim.schedule.derive.kernels import KernelUse, kernel_uses
 from sim.schedule.derive.workspace import workspace_bytes
-from sim.schedule.ir.ops import CrossEntropy, RmsNorm
+from sim.schedule.ir.ops import CrossEntropy, Pack, RmsNorm
 from sim.setup.answers.answer import rests_on
 from sim.setup.setup import Setup
 from sim.setup.unnamed_software import SLOWEST, slowest
@@ -100,6 +100,31 @@ def test_the_step_of_an_optimiser_with_its_clipping() -> None:
         Kernels(clipping="x")
 
 
+@pytest.mark.parametrize(("reduce", "packed", "run"), [("model", 4, 12), ("fp32", 6, 22)])
+def test_what_gradients_go_through_before_they_are_summed(reduce: str, packed: int, run: int) -> None:
+    """Three of DeepSpeed in the place of the copy that packs all of a unit: 12 bytes of each element, or 22 where
+    it widens them, one at a time. A copy of something else stays as it is.
+    """
+    kernels = load_software("deepspeed").kernels
+    assert [one.bytes_per_element for one in runs_of(kernels)["pack"]] == [4, 4, 4]
+    assert [one.bytes_per_element for one in runs_of(kernels)["pack wide"]] == [6, 8, 8]
+    filling = Kernels(buckets=kernels.buckets, wide_buckets=kernels.wide_buckets)
+    profile = running(load_profile("h100-sxm"), filling, "deepspeed", "H100-SXM")
+    assert profile is not None
+    costs = CostModel(Cluster(load_cluster("hgx-h100")), profile)
+    longer = (run + 6 * (profile.elementwise["scattered"] - 1) * (reduce == "fp32")) / packed
+    program = make_step("single", 1, step(dtype="bf16"), reduce=reduce).schedule.program(0)
+    packs = [(op, use) for op, use in zip(program.ops, kernel_uses(program), strict=True) if isinstance(op, Pack)]
+    assert packs
+    for op, use in packs:
+        assert use is not None
+        assert use.kernel == "copy"
+        alone = use._replace(packs=("", 0))
+        assert use.hbm_bytes == alone.hbm_bytes == packed * op.flat.shape[0]
+        assert costs.kernel_seconds(0, use)[0] == pytest.approx(longer * costs.kernel_seconds(0, alone)[0])
+        assert costs.issue_s(op, use) == pytest.approx(3 * costs.issue_s(op, alone))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_loss_of_torch_is_what_was_counted(dtype: str) -> None:
     """Of a model in bf16 14 bytes a logit forward and 22 backward, and 12 held at once."""
@@ -138,6 +163,8 @@ ACCUMULATED = {
     "ms-swift": ("last", "reduce-scatter", "whole", "micro-batch"),
     "deepspeed": ("every", "all-reduce", "whole", "micro-batch"),
     "alst": ("every", "all-reduce", "whole", "never"),
+    "torchtitan": ("every", "reduce-scatter", "full", "micro-batch"),
+    "torchtune": ("every", "reduce-scatter", "full", "micro-batch"),
 }
 """By preset when gradients are summed and by what, what is computed again, and when the host waits: as its sources."""
 
@@ -145,12 +172,12 @@ ACCUMULATED = {
 @pytest.mark.parametrize("stage", slow_but({1, 3}, [0, 1, 2, 3]))
 @pytest.mark.parametrize("name", sweep_but({"huggingface", "deepspeed"}, list(ACCUMULATED)))
 def test_what_trainer_and_deepspeed_do_with_micro_batches(name: str, stage: int) -> None:
-    """At any stage, gradients add up in the model's data type."""
+    """At any stage, gradients add up in the model's data type, but for what is summed in fp32."""
     wanted = STEP | {"schedule": "zigzag", "software": name, "batch": 2, "scope": "step"}
     given = {"schedule.zero_stage": str(stage), "schedule.micro_batches": "2"}
     options = Setup(**wanted, set=given).resolved().options
     assert (options.sync, options.reduce_by, options.checkpoint, options.host_waits) == ACCUMULATED[name]
-    assert options.adds_narrow
+    assert options.adds_narrow == (name not in {"alst", "torchtitan"})
     assert longstep.predict("zigzag", **STEP | {"batch": 2}, software=name, set=given).step_time_s > 0
 
 

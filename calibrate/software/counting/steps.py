@@ -67,6 +67,16 @@ def scale(sizes: Sizes) -> Run:
     return run(build, sizes)
 
 
+def torchtune_scale(sizes: Sizes) -> Run:
+    """Return what scale_grads of torchtune 0.6.1 (training/_grad_scaler.py) runs on a gradient in bf16."""
+
+    def build(sizes: Sizes) -> Ready:
+        gradient, scaler = _half(sizes), torch.empty(())
+        return Ready(lambda: (gradient.mul_(scaler),))
+
+    return run(build, sizes)
+
+
 def nanotron_clip(sizes: Sizes) -> Run:
     """Return what optim/clip_grads.py of nanotron 0.4 runs on each gradient in fp32: it scales them in any case."""
 
@@ -152,15 +162,17 @@ def deepspeed_gradients(sizes: Sizes) -> Run:
     return run(build, sizes)
 
 
-def deepspeed_bucket(sizes: Sizes) -> Run:
+def deepspeed_bucket(kept: torch.dtype, sizes: Sizes) -> Run:
     """Return what gradients of whole parameters go through before they are scattered, each micro-batch.
 
     Into the bucket, in the order of ranks, divided by them: ``__add_grad_to_ipg_bucket`` of runtime/zero/stage3.py and
-    ``reduce_scatter_coalesced`` of runtime/comm/coalesced_collectives.py.
+    ``reduce_scatter_coalesced`` of runtime/comm/coalesced_collectives.py. Stages 1 and 2 move as many bytes in another
+    order (``reduce_independent_p_g_buckets_and_remove_grads``, ``average_tensor`` and ``allreduce_bucket`` of
+    stage_1_and_2.py), and stage 0 once a step (``allreduce_bucket`` and ``allreduce_and_copy`` of runtime/engine.py).
     """
 
     def build(sizes: Sizes) -> Ready:
-        gradient, bucket = _half(sizes), _half(sizes)
+        gradient, bucket = _half(sizes), torch.empty(sizes["parameters"], dtype=kept)
 
         def step() -> tuple[torch.Tensor]:
             bucket.copy_(gradient)
@@ -173,6 +185,18 @@ def deepspeed_bucket(sizes: Sizes) -> Run:
 
 
 def deepspeed_partition(sizes: Sizes) -> Run:
+    """Return what brings a step's first owned gradients to where others add up: partition_grads of
+    runtime/zero/stage3.py, copy_grads_in_partition of stage_1_and_2.py.
+    """
+
+    def build(sizes: Sizes) -> Ready:
+        total, gradient = _half(sizes), _half(sizes)
+        return Ready(lambda: (total.copy_(gradient),))
+
+    return run(build, sizes)
+
+
+def deepspeed_accumulate(sizes: Sizes) -> Run:
     """Return what a micro-batch but the first adds to owned gradients: partition_grads of runtime/zero/stage3.py."""
 
     def build(sizes: Sizes) -> Ready:

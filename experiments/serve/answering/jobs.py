@@ -37,6 +37,8 @@ BUDGET_S, BUDGET_BYTES = 10.0, 2.0e9
 _LONG_S = 0.9
 """From where on a step is first bounded; the estimate has the proof in it, which is left out here. Also up to where a
 rank's share of a step is, which is bounded where all of it is refused."""
+_NOISE_S = 3.0
+"""From where on a step is first played without noise: with it all ranks are played, several times."""
 MOST_TOKENS = 2**24
 """Up to which the longest context is looked for."""
 MOST_PINNED = 8
@@ -94,9 +96,9 @@ class Jobs:
         self._player.forget()
 
     def ask(self, asked: Ask) -> Iterator[Part]:
-        """Yield the parts of an answer: bounds of what takes long, then figures, the sentence, what bounds the step,
-        and what else may be chosen. A question that is refused gets its bounds, where one rank does not take long, and
-        choices.
+        """Yield the parts of an answer: bounds of what takes long and its step without noise, then figures, the
+        sentence, what bounds the step, and what else may be chosen. A question that is refused gets its bounds, where
+        one rank does not take long, and choices.
         """
         setup = setup_of(asked.question, yes=asked.anyway)
         yield {"part": "spelled", **_spelled(asked.question)}
@@ -114,9 +116,11 @@ class Jobs:
                 with suppress(InputError):  # then it says nothing of a rank
                     yield {"part": "bounded", **_draft(setup, taken)}
             return
-        if taken and is_step and taken.seconds > _LONG_S:
+        if taken and is_step and taken.seconds > _LONG_S and not self._player.has(found):
             yield {"part": "draft", **_draft(setup, taken)}
         try:
+            if taken and is_step and taken.seconds > _NOISE_S and found.jitter.share:
+                yield {"part": "near", **_near(self._player.steady_s(found), len(found.jitter.each()))}
             prediction = self._player.prediction(found)
         except InputError as error:
             yield _wrong(error)
@@ -264,6 +268,12 @@ def _draft(setup: Setup, taken: Effort) -> dict[str, Any]:
     ranks = "one rank" if setup.pp_degree == 1 else "one rank a stage"
     said = f"At least {seconds(least_s, FEW)} a step, by the kernels and transfers of {ranks}; about {free}"
     return {"least_s": least_s, "said": said, "takes": f"all of it takes about {seconds(taken.seconds, 2)} of a core"}
+
+
+def _near(steady_s: float, plays: int) -> dict[str, Any]:
+    """Return what a play without noise says of a step."""
+    said = f"About {seconds(steady_s, FEW)} a step, by a play without noise"
+    return {"steady_s": steady_s, "said": said, "takes": f"{plays} plays with noise follow"}
 
 
 def _left(nbytes: int) -> str:

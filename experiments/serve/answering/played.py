@@ -41,6 +41,18 @@ class Player:
         simulation = simulate(checked, found.cluster, found.profile, found.jitter, engine=found.engine)
         return Prediction(simulation, found.schedule, found.title, _not_again)
 
+    def has(self, found: Configuration) -> bool:
+        """Return whether the schedule of a configuration is kept."""
+        return any(found.has_schedule_of(other) for other, *_ in self._kept.values())
+
+    @garbage_collection_off()
+    def steady_s(self, found: Configuration) -> float:
+        """Return the seconds of a step without noise: one play, and of alike ranks one, where noise takes several of
+        all. Raises as ``prediction`` does.
+        """
+        played = simulate(self._checked(found), found.cluster, found.profile, engine=found.engine)
+        return played.trace.step_time_s
+
     def forget(self) -> None:
         """Keep nothing but the latest schedule."""
         while len(self._kept) > 1:

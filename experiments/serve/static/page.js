@@ -69,7 +69,7 @@ function take(one, question) {
   if (one.part === "spelled") {
     at("command").textContent = one.command;
     at("python").textContent = one.python;
-  } else if (one.part === "draft") {
+  } else if (one.part === "draft" || one.part === "near") {
     say(`${one.said}; ${one.takes}…`);
     old(true);
   } else if (one.part === "figures") {

@@ -85,9 +85,12 @@ class KernelCosts:
         """Return what is run where several kernels stand for one: of a loop, and in software that has it so, before
         what eager modules run elsewhere.
         """
-        ran = self._profile.runs.get(use.kernel, ()) if self._profile else ()
+        pack, packed = use.packs
+        ran = self._profile.runs.get(pack or use.kernel, ()) if self._profile else ()
         if not ran or (use.loop and use.variant != "eager"):
             return use.loop
+        if pack:
+            use = use._replace(shape=(packed,))
         return in_place_of(use, ((one.kernel, one.dtype, one.bytes_per_element, one.launches) for one in ran)).loop
 
     def _moved(self, use: KernelUse) -> float:

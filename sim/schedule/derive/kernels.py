@@ -83,6 +83,9 @@ class KernelUse(NamedTuple):
     """Of attention to several documents, or of several blocks of queries to the keys that each keeps, in one kernel
     what each alone would be, and how many are alike."""
 
+    packs: tuple[str, int] = ("", 0)
+    """Of the copy that packs gradients, which of ``PACKS`` stands for it, and how many elements these have in all."""
+
     @property
     def each(self) -> tuple[tuple[KernelUse, float], ...]:
         """The kernels that are run, and how often each: itself once, where it is no loop."""
@@ -119,6 +122,10 @@ SCATTERED = "scattered"
 """Marks, in a variant, a pointwise kernel of ATen in 16 bits that reads one element at a time: it casts, its operands
 lie in memory in different orders, or one is broadcast (ATen/native/cuda/CUDALoops.cuh, gpu_kernel_impl)."""
 """A kernel that passes over elements once, as one of several that another stands for."""
+PACKS = ("pack", "pack wide")
+"""What stands, in what software runs, for the copy that packs gradients before ranks sum them: in their own data type,
+or in a wider one.
+"""
 ATTENTION_KERNELS = ("attention_forward", "attention_backward")
 
 
@@ -254,7 +261,10 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     if isinstance(op, EagerMlpKernel):
         return _eager_mlp(op, program)
     in_part = isinstance(op, Merge) and op.into_out.shape != program.buffers[op.into_out.buffer].shape
-    return KernelUse(op.meta.kernel, variant, program.dtype(first), (elements,), flops, moved, in_part)
+    packs = ("", 0)
+    if isinstance(op, Pack) and not op.adds:
+        packs = (PACKS[program.dtype(op.flat) != program.dtype(first)], op.flat.shape[0])
+    return KernelUse(op.meta.kernel, variant, program.dtype(first), (elements,), flops, moved, in_part, packs=packs)
 
 
 def _eager_loss(op: CrossEntropy, program: Program) -> KernelUse:

@@ -43,6 +43,8 @@ class Tensor(NamedTuple):
     layer: int = 0
     parts: tuple[Tensor, ...] = ()
     """Of a flat one: the tensors whose elements it consists of, one behind the other."""
+    beside: int = 0
+    """Of heads: how many times its size lies behind it in the same buffer, of what nobody uses from there."""
 
     @property
     def of_weight(self) -> bool:
@@ -119,7 +121,7 @@ def _divided(tensor: Tensor, model: ModelSpec) -> Divided | None:
 def d(tensor: Tensor) -> Tensor:
     """Return the gradient of a tensor."""
     kind: Kind = "weight gradient" if tensor.kind == "weight" else "gradient"
-    return tensor._replace(name=f"d{tensor.name}", kind=kind, parts=tuple(map(d, tensor.parts)))
+    return tensor._replace(name=f"d{tensor.name}", kind=kind, parts=tuple(map(d, tensor.parts)), beside=0)
 
 
 def dtype_of(tensor: Tensor, own: Dtype) -> Dtype:

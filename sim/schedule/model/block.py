@@ -108,9 +108,11 @@ def _passes(model: ModelSpec, tile: Tile | None, modules: ModulesName, products:
     of_tokens = h1 if before else x
     of_q, of_k, of_v = (bq, bk, bv) if "qkv" in biases else (None, None, None)
     turns = model.rotary_dims != 0
-    to_turn = ((q_normed, k_normed) if model.qk_norm else (q_raw, k_raw)) if turns else (q, k)
+    of_views = products == "joined-views" and model.num_heads == model.num_kv_heads
+    raw = (q_raw._replace(beside=2), k_raw) if of_views else (q_raw, k_raw)
+    to_turn = ((q_normed, k_normed) if model.qk_norm else raw) if turns else (q, k)
     to_norm = (q_raw, k_raw) if model.qk_norm else to_turn
-    together = _joined if products == "joined" else _together
+    together = _together if products == "apart" else _joined
     projected = together(
         product("q", of_tokens, wq, to_norm[0], of_q),
         product("k", of_tokens, wk, to_norm[1], of_k),

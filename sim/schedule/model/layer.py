@@ -33,6 +33,7 @@ from sim.schedule.model.projections import made_again, with_projections_apart
 from sim.schedule.model.saving import Chosen, saving
 from sim.schedule.model.scope import ends_of, layers_of, units
 from sim.schedule.model.step import Chunk, StepWriter
+from sim.schedule.model.tensor.buffers import stand
 from sim.schedule.model.tensor.group import (
     Group,
     alike_of,
@@ -167,6 +168,8 @@ def _blocks(plan: AttentionPlan, workload: Workload, options: LayerOptions) -> t
     step, rows = workload.scope == "step", num_tokens(plan.shard(0).tokens)
     batch = workload.batch // options.micro_batches or 1  # of a form there is one sequence
     products = "apart" if plan.partwise else options.products
+    if products == "joined-views" and options.activations != "hbm":
+        products = "joined"  # q is copied by itself, and nothing beside it stays
     found = [
         block_in_tiles(options.mlp if step else "whole", one, rows, options.modules, products)
         for one, _ in msgspec.structs.replace(workload, batch=batch).kinds()
@@ -365,6 +368,9 @@ class _Ranks:
                 attention = plan.attention(b)
                 kinds.append(LayerWriter(b, its, tokens, attention, params, kept, tiling, keeps, number, group))
             writers.append(tuple(kinds))
+        if self.group:
+            b.take(0, options.micro_batches, "forward")
+            stand(b, max([plan.shard(role).tokens for plan in plans], key=num_tokens), options)
         b.workload = workload
         borders = stages.borders(b, shared, self.blocks[0][0].x)
         chunks = self._chunks(b, shared, params, layers, borders)

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 from sim.schedule.ir.ops import COMPUTE, Hold, HostSync
 from sim.schedule.ir.program import Program
-from sim.schedule.ir.views import View
 from sim.schedule.model.outside import Entry, Exit
 from sim.schedule.model.passes import LayerWriter
 from sim.schedule.model.scope import Unit
@@ -77,13 +76,9 @@ class StepWriter(NamedTuple):
         """Return the program that does what a timetable says; its passes forward alone where the workload has no
         others.
         """
-        b, tables = self.b, list[View]()
-        if self.rotary_table:
-            model = b.workload.model
-            shape = (b.workload.seq, model.rotary_dims or model.head_dim)
-            tables = [b.buffer("rotary table", "sd", shape, b.sum_dtype, "other")]
-        for table in tables:
-            b.add(Hold(label="keep the rotary table", held=(table,)))
+        b, holds = self.b, self._stays()
+        for hold in holds:
+            b.add(hold)
         ends: dict[tuple[int, int], tuple[Entry, Exit]] = {}
         left: dict[tuple[int, Unit], Values] = {}
         begins: list[int] = []
@@ -118,9 +113,21 @@ class StepWriter(NamedTuple):
         begins.append(b.num_ops)
         if b.workload.backward:
             self.params.update()
-        for table in tables:
-            b.add(Hold(label="keep the rotary table", held=(table,)))
+        for hold in holds:
+            b.add(hold)
         return b.build(begins)
+
+    def _stays(self) -> list[Hold]:
+        """Return what holds the buffers that are there from the first op to the last."""
+        b, found = self.b, list[Hold]()
+        if self.rotary_table:
+            model = b.workload.model
+            shape = (b.workload.seq, model.rotary_dims or model.head_dim)
+            table = b.buffer("rotary table", "sd", shape, b.sum_dtype, "other")
+            found.append(Hold(label="keep the rotary table", held=(table,)))
+        if b.standing:
+            found.append(Hold(label="keep what is gathered into", held=tuple(b.standing.values())))
+        return found
 
     def _begin(self, items: Sequence[Item], at: int) -> None:
         """Say which weights a pass needs, and one that turns around the backward pass that follows it at once, too."""

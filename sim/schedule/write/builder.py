@@ -90,6 +90,8 @@ class ProgramBuilder:
         self._calls: list[Call] = []
         self._called = 0
         """How many ops these have."""
+        self.standing: dict[Kind, View] = {}
+        """By kinds of tensors buffers that stay for what is brought here again and again; every call may use them."""
         self._traces = traces or Traces()
         """What other ranks have written that do the same, for this one to call."""
         self._traced: dict[Shape, list[Traced]] = {}
@@ -128,7 +130,7 @@ class ProgramBuilder:
         self._end_stretch()
         found: list[View] = []
         form: list[Hashable] = []
-        flatten(views, found, form)
+        flatten((views, self.standing), found, form)
         place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in found]))}
         buffers, layers = self._buffers, self._layers
         described = [(id(buffers[number]), layers[number] - layer if number in layers else None) for number in place]
@@ -354,6 +356,9 @@ class ProgramBuilder:
             shape, category = (extent, *tensor.shape(model)[1:]), _CATEGORIES[tensor.kind]
             return self.buffer(name, tensor.dims, shape, dtype, category, place, tensor.layer)
         is_saved, heads = tensor.kind == "activation", tensor.heads(model)
+        if heads and tensor.beside:
+            shape = ((1 + tensor.beside) * self.batch.size, extent, heads, model.head_dim)
+            return self.buffer(name, tensor.dims, shape, dtype, "saved")[: self.batch.size]
         if heads:
             return self.tensor(name, extent, heads, "saved" if is_saved else "attention", dtype)
         return self.activation(tensor, extent, dtype, "saved" if is_saved else "other")

@@ -55,7 +55,7 @@ class Method(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     degree: str = ""
     """Which degree its ranks are: ring or ulysses; by default the schedule divides them."""
     options: dict[str, str] = {}
-    """Of that schedule, as this framework's code has them."""
+    """Of that schedule, as this framework's code has them where no key says otherwise."""
 
 
 class Assumption(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -191,7 +191,7 @@ class Writer:
             return "single", {}
         if method is None:
             raise InputError(f"no key says how {cp} ranks share a sequence: set `schedule`")
-        self.options |= method.options
+        self.options = method.options | self.options
         return method.schedule, typed or said or {method.degree or "cp": cp}
 
     def _degrees(self, schedule: str | None, degrees: Mapping[str, int]) -> dict[str, int]:
@@ -238,6 +238,10 @@ class Writer:
         stays = ("false", "by-stages") if self.pp > 1 else ("false",)
         if self.facts.get("reshard") in stays and self.options.get("zero_stage") == "3":
             self.options["zero_stage"] = "2"  # weights are whole from their first use to their last one
+        if self.options.get("sum_waits") == "never" and self.options.get("zero_stage") == "0":
+            del self.options["sum_waits"]  # without ZeRO there are no hooks that sum (DeepSpeed's overlap_comm)
+        if self.options.get("sum_waits") == "never" and self.options.get("zero_stage") == "1":
+            self.options["sync"] = "last"  # hooks sum what all micro-batches have added up, in the last backward pass
         replicate = self._count("replicate")
         if replicate == 1 or self.options.get("zero_stage") == "0":
             return

@@ -326,7 +326,8 @@ def test_a_tile_of_an_mlp_runs_forward_twice() -> None:
 
 def test_bytes_around_a_step() -> None:
     """Of a parameter: nanotron adds bf16 to fp32, takes the norm and scales, casts masters, and sets to zero. DeepSpeed
-    casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales; FSDP2 casts before it copies.
+    fills buckets, casts to fp64 for the norm, puts gradients together, casts them to fp32 and scales. FSDP2 casts
+    before it copies.
     """
     of_nanotron, of_deepspeed, of_fsdp2 = (
         {name: part.step.traffic.get("parameters") for name, part in load_counted(table).parts.items()}
@@ -335,8 +336,11 @@ def test_bytes_around_a_step() -> None:
     assert [of_nanotron[name] for name in ("accumulate", "clip", "copy-back", "zero")] == [
         2 + 4 + 4, 4 + (4 + 4), 4 + 2, 4,
     ]  # fmt: skip
-    assert [of_deepspeed[name] for name in ("bucket", "norm", "gradients", "adamw", "copy-back")] == [
-        3 * (2 + 2), (2 + 8) + 8, (2 + 2) + (2 + 4) + (4 + 4), 4 * (4 + 3), 4 + 2,
+    assert [of_deepspeed[name] for name in ("bucket", "bucket-fp32", "partition")] == [
+        3 * (2 + 2), (2 + 4) + 2 * (4 + 4), 2 + 2,
+    ]  # fmt: skip
+    assert [of_deepspeed[name] for name in ("norm", "gradients", "adamw", "copy-back")] == [
+        (2 + 8) + 8, (2 + 2) + (2 + 4) + (4 + 4), 4 * (4 + 3), 4 + 2,
     ]  # fmt: skip
     assert of_fsdp2 == {
         "gather-in": (4 + 2) + (2 + 2), "gather-out": 2 + 2, "scatter-in-fp32": 2 + 4, "scatter-in-bf16": 2 + 2,

@@ -195,6 +195,24 @@ def test_what_one_rank_says_comes_first_where_all_take_long() -> None:
     assert "by the kernels and transfers of one rank" in found["draft"]["said"]
 
 
+def test_a_play_without_noise_comes_before_those_with_it_where_these_take_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And bounds of one rank before that, where its schedule is not there yet."""
+    for limit in ("_LONG_S", "_NOISE_S"):
+        monkeypatch.setattr(f"experiments.serve.answering.jobs.{limit}", 0.0)
+    monkeypatch.setattr("sim.setup.effort._is_surely_small", lambda *_: False)
+    jobs, some = Jobs(), TINY | {"schedule": "ring", "gpus": 2}
+    first, again = ([*jobs.parts("ask", {"question": some | {"jitter": share}})] for share in (0.03, 0.02))
+    names = ["near", "figures", "answer", "whole"]
+    assert [[part["part"] for part in parts if part["part"] != "offers"] for parts in (first, again)] == [
+        ["spelled", "draft", *names], ["spelled", *names],
+    ]  # fmt: skip
+    near = next(part for part in first if part["part"] == "near")
+    assert near["steady_s"] == setup_of(converted(some | {"jitter": 0.0})).predicted().step_time_s
+    assert near["takes"] == "5 plays with noise follow"
+
+
 def test_choices_that_cannot_be_made_have_their_reason() -> None:
     setup = setup_of(converted(TINY | {"schedule": "ulysses", "gpus": 8, "set": {"schedule.zero_stage": "0"}}))
     told: dict[str, Any] = {}

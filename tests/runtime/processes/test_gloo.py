@@ -176,7 +176,7 @@ SHARED_OUT: dict[str, dict[str, Any]] = {
     "whole": {}, "chunked": {"loss": "chunked"}, "unfused": {"loss": "unfused"},
     "own shards first": {"loss": "torch", "tp_overlap": "shards"},
     "all tokens on all": {"tp_sequence": False, "tp_overlap": "gradients"},
-    "tokens first in memory": {"memory_order": "sbh", "tp_overlap": "shards"},
+    "tokens first in memory": {"memory_order": "sbh", "tp_overlap": "shards", "tp_buffers": "all"},
     "chunks beside hops": {"tp_overlap": "chunks", "products": "joined"},
 }  # fmt: skip
 

@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from sim.accounts.memory import walks
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.ops import JoinedGemm, Kernel
 from sim.schedule.ir.program import Schedule
 from sim.schedule.model.block import block_of
 from sim.schedule.model.checkpoint import nameable
 from sim.schedule.proof.check import check
-from sim.words.workload import load_model
+from sim.words.workload import DTYPE_BYTES, load_model
 from tests.schedule.model.test_step import is_exact, make_step, step
 from tests.schedule.proof.test_check_catches import refuses
 
@@ -41,6 +42,29 @@ def test_a_product_for_each_input() -> None:
 @pytest.mark.parametrize("chosen", [{"checkpoint": "x+q+up"}, {"mlp": "tiled", "modules": "eager"}])
 def test_steps_are_exact(chosen: dict[str, Any]) -> None:
     is_exact("zigzag", 2, step(), products="joined", **chosen)
+
+
+def kept_more(activations: str = "hbm", **fields: Any) -> int:
+    """Return how many more bytes a step of two layers holds where q is a view of what one product makes."""
+    peaks = []
+    for products in ("joined", "joined-views"):
+        model = msgspec.structs.replace(step().model, **fields)
+        options = {"products": products, "checkpoint": "none", "activations": activations}
+        checked = make_step("single", 1, step(model=model, layers=2), **options)
+        peaks.append(walks(checked)[0].buffer_peak_bytes)
+    return peaks[1] - peaks[0]
+
+
+def test_what_lies_beside_a_view_of_q() -> None:
+    """k and v as they were, of each layer, where there are as many as query heads, and q is rotated where it lies."""
+    work = step()
+    model, size = work.model, DTYPE_BYTES[work.dtype]
+    assert kept_more(num_kv_heads=model.num_heads) == 2 * 2 * work.seq * model.num_heads * model.head_dim * size
+    assert kept_more(num_kv_heads=model.num_heads // 2) == 0
+    assert kept_more(num_kv_heads=model.num_heads, rotary_dims=0) == 0
+    assert kept_more("save-on-cpu", num_kv_heads=model.num_heads) == 0
+    equal = msgspec.structs.replace(model, num_kv_heads=model.num_heads)
+    is_exact("zigzag", 2, step(model=equal), products="joined-views", checkpoint="none")
 
 
 def test_lists_may_have_each_result() -> None:

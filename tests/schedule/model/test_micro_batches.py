@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise, takewhile
 from random import Random
 from typing import Any
 
@@ -17,6 +17,7 @@ from sim.base.errors import InputError
 from sim.schedule.derive.kernels import kernel_use
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import (
+    COMPUTE,
     Accumulate,
     AllGather,
     AllReduce,
@@ -188,6 +189,38 @@ def test_owners_copy_their_part_of_an_all_reduce(stage: int, shards: str) -> Non
     assert sent[0] > sent[1]
     last = [make_step("ring", 2, step(), reduce_by=by) for by in ("all-reduce", "reduce-scatter")]
     assert last[0].schedule.program(0) == last[1].schedule.program(0)
+
+
+def beside(ops: Sequence[Op], at: int) -> list[str]:
+    """Return the kinds of kernels behind a collective that a rank may begin with before it has ended."""
+    written = {view.buffer for view in ops[at].writes}
+    behind = takewhile(lambda op: not written & {view.buffer for view in op.reads}, ops[at + 1 :])
+    return [type(op).__name__ for op in behind if op.stream == COMPUTE]
+
+
+def beside_sums(**options: Any) -> list[list[str]]:
+    """Return these by layer, from the last to the first, of the sum of its gradients at stage 2."""
+    ops = is_exact("ring", 4, step(batch=2), dp=2, zero_stage=2, **options).schedule.program(3).ops
+    sums = [at for at, op in enumerate(ops) if isinstance(op, ReduceScatter | AllReduce)]
+    return [beside(ops, at) for at in sums[1:-2]]
+
+
+@pytest.mark.parametrize("by", slow_but({"all-reduce"}, ["reduce-scatter", "all-reduce"]))
+def test_kernels_run_beside_sums_or_wait_for_them(by: str) -> None:
+    """What an owner copies of an all-reduce comes behind those of the next unit, whose gradients lie elsewhere then."""
+    behind_second, behind_first = beside_sums(reduce_by=by)
+    assert "AttendBackward" in behind_second
+    assert "EmbedBackward" in behind_first
+    for waits in ("below-3", "always"):
+        assert not any(beside_sums(reduce_by=by, sum_waits=waits))
+
+
+@pytest.mark.parametrize("waits", slow_but({"never"}, ["never", "always"]))
+def test_what_all_micro_batches_add_up_is_summed_beside_the_last_pass_at_stage_1(waits: str) -> None:
+    options = {"zero_stage": 1, "sync": "last", "micro_batches": 2, "reduce_by": "all-reduce", "sum_waits": waits}
+    ops = is_exact("ring", 4, step(batch=2), dp=2, **options).schedule.program(3).ops
+    second, first = [beside(ops, at) for at, op in enumerate(ops) if op.label == "reduce weights"]
+    assert ("AttendBackward" in second) == ("EmbedBackward" in first) == (waits == "never")
 
 
 def test_weights_are_gathered_in_backward_when_their_turn_comes() -> None:

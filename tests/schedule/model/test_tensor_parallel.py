@@ -13,6 +13,7 @@ import torch
 
 from runtime.execution.verify import BOUNDS, output_errors
 from runtime.execution.virtual import execute_virtual
+from sim.accounts.memory import walks
 from sim.base.errors import InputError
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.simulate import simulate
@@ -33,7 +34,7 @@ from tests.schedule.proof.test_check_catches import refuses
 from topology.cluster import Cluster, load_cluster
 
 MESHES = {"2 ranks": Mesh(tp=2), "4 ranks": Mesh(tp=4), "rings of 2": Mesh(tp=2, ring=2)}
-BESIDE = ("memory_order", "activations")
+BESIDE = ("memory_order", "activations", "tp_buffers")
 """Options that layers may be given by name."""
 
 
@@ -117,6 +118,39 @@ def test_tokens_that_arrive_in_another_order_of_memory() -> None:
     refuses(with_others(AllGather, first=False), r"disagree on its parts: .*'bse'.*'sbe'")
     refuses(with_others(HostCopy, first=False, activations="host"), "copies from bs.* to sb")
     refuses(with_others(Gemm, first=True), "has no tokens that could be first")
+
+
+def test_buffers_that_stay_for_what_is_gathered() -> None:
+    """Two of all 32 tokens of 32 features in fp64, one for inputs and one for gradients, held all through."""
+    new, kept = (layers(tp_overlap="shards", tp_buffers=which) for which in ("new", "all"))
+    is_exact(kept)
+    gathers = [op for op in kept.program(1).ops if isinstance(op, AllGather)]
+    assert [op.label for op in gathers] == [op.label for op in new.program(1).ops if isinstance(op, AllGather)]
+    inputs = [op.recvs.view.buffer for op in gathers if op.label in {"gather h1", "gather h2"}]
+    gradients = [op.recvs.view.buffer for op in gathers if op.label in {"gather dx", "gather dmiddle"}]
+    assert (len(set(inputs)), len(set(gradients)), len(inputs + gradients)) == (1, 1, len(gathers))
+    before, held = (walks(check(one))[1].in_use for one in (new, kept))
+    assert held[1] - before[0] == held[-2] - before[-1] == 2 * 32 * 32 * 8
+
+
+@pytest.mark.parametrize(
+    ("label", "stale"),
+    [
+        ("gather h1", "h2 of layer 0, dq_raw of layer 0"),
+        ("gather h2", "h1 of layer 1, dgate of layer 0"),
+        ("gather dx", "dmiddle of layer 1, w_down of layer 0"),
+    ],
+)
+def test_what_lies_in_a_buffer_from_before(label: str, stale: str) -> None:
+    """A product would take what another layer gathered there, or another product."""
+    schedule = layers(tp_buffers="all")
+
+    def without(rank: int) -> Program:
+        program = schedule.program(rank)
+        found = [at for at, op in enumerate(program.ops) if op.label == label]
+        return program.replace(ops=(*program.ops[: found[-1]], *program.ops[found[-1] + 1 :]))
+
+    refuses(Schedule(schedule.header, without), f"of {stale} is no equation of the layer")
 
 
 def test_sums_on_all_ranks() -> None:

@@ -146,6 +146,11 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
                                                      "norms": "around", "micro_batches": 2, "batch": 2}),
     "chunks beside hops, adapters": (Mesh(tp=2), {"tp_overlap": "chunks", "lora_rank": 2, "parallel_residual": True,
                                                  "lora_targets": ("q", "o", "down")}),
+    "buffers that stay": (Mesh(tp=2, pp=2), {"tp_buffers": "all", "tp_overlap": "shards", "memory_order": "sbh",
+                                            "products": "joined", "pipeline_schedule": "zb-h1", "micro_batches": 2,
+                                            "batch": 4}),
+    "a buffer that stays": (Mesh(tp=2, dp=2), {"tp_buffers": "inputs", "tp_overlap": "gradients", "batch": 2,
+                                               "parallel_residual": True, "lora_rank": 2, "lora_targets": ("q", "o")}),
     "own shards first, stages": (Mesh(tp=2, pp=2), {"tp_overlap": "shards", "pipeline_schedule": "zb-h1",
                                                    "micro_batches": 3, "batch": 3}),
 }  # fmt: skip
@@ -155,7 +160,7 @@ CASES: dict[str, tuple[Mesh, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "case",
     by_tier(
-        {"chunks of the loss", "own shards first", "joined products"},
+        {"chunks of the loss", "own shards first", "joined products", "buffers that stay"},
         {"as nanotron", "two members a key/value head", "all tokens on all"},
         CASES,
     ),
@@ -196,6 +201,18 @@ def test_members_that_share_a_key_value_head_and_lack_queries_of_some_of_its_key
         return program.replace(ops=(*program.ops[:at], half, *program.ops[at + 1 :]))
 
     refuses(Schedule(schedule.header, halved), "dk.*: some of it is not complete yet")
+
+
+def test_tokens_of_another_micro_batch_in_a_buffer_that_stays() -> None:
+    """What the first one gathered backward, of the same layer, lies there when the second one begins."""
+    schedule = step(tp_buffers="all", micro_batches=2, batch=2, layers=1)
+
+    def without(rank: int) -> Program:
+        program = schedule.program(rank)
+        at = next(at for at in range(program.begins[2], program.num_ops) if program.ops[at].label == "gather h1")
+        return program.replace(ops=(*program.ops[:at], *program.ops[at + 1 :]))
+
+    refuses(Schedule(schedule.header, without), "they are different parts of the global tensors")
 
 
 def test_norms_of_the_heads_of_one_share_alone() -> None:

@@ -150,6 +150,7 @@ OF_STEPS: dict[str, tuple[Any, ...]] = {
     "reduce": ("fp32", "fp32", "model"),
     "reduce_to": ("owner", "owner", "all"),
     "reduce_by": ("reduce-scatter", "all-reduce"),
+    "sum_waits": ("never", "below-3", "always"),
     "backward_prefetch": ("ahead", "never"),
     "gather": ("units", "units", "all"),
     "optimiser": ("gpu", "gpu", "host"),
@@ -165,7 +166,7 @@ def drawn_tensor(draw: Random) -> tuple[str, Checked]:
         model = make_model(8, draw.choice((4, 4, 2, 1)), head_dim=4)
         model = msgspec.structs.replace(model, ffn_dim=12, vocab_size=40, **fields)
         chosen = _beside(draw) | {"modules": draw.choice(("fused", "fused", "eager-mlp", "eager"))}
-        chosen |= {"products": draw.choice(("apart", "joined"))}
+        chosen |= {"products": draw.choice(("apart", "joined", "joined-views"))}
         scope: Scope = draw.choice(("layer", "step", "step"))
         if scope == "step":
             chosen |= {option: draw.choice(values) for option, values in OF_STEPS.items()} | {"micro_batches": micro}
@@ -189,6 +190,7 @@ def _beside(draw: Random) -> dict[str, Any]:
         "tp_sequence": sequence,
         "tp_hands": "all" if sequence else draw.choice(("all", "parts")),
         "memory_order": draw.choice(("bsh", "sbh")),
+        "tp_buffers": draw.choice(("new", "inputs", "all")),
     }
 
 

@@ -25,6 +25,7 @@ from sim.schedule.ir.tensors import Tensor
 from sim.schedule.ir.views import TOKENS, Split, View
 from sim.schedule.model.ends import embedding_of, head_of
 from sim.schedule.model.equations import Equation, back, is_of_weights, is_product
+from sim.schedule.model.tensor.buffers import room_for
 from sim.schedule.model.write import TokenWriter, Values
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
@@ -110,7 +111,8 @@ class Group(NamedTuple):
             elif in_shards:
                 self._write_by_shards(some, every, values[to_come[0]])
             else:
-                of_all |= {one: self.gathered(rows.b, one.later(rows.layer), values[one]) for one in to_come}
+                for tensor in to_come:
+                    of_all[tensor] = self._brought(some, every, tensor, values[tensor])
             summed: Values = {}
             for one in sorted(some, key=is_of_weights):
                 if self.options.moves_chunks and _narrows(one, model) and last[one.results[0]] is one:
@@ -151,12 +153,19 @@ class Group(NamedTuple):
         in_order = _widens(equation, model) and not (self.options.moves_chunks and of_head)
         return self.options.begins_with_own and in_order
 
+    def _brought(self, some: tuple[Equation, ...], every: TokenWriter, tensor: Tensor, own: View) -> View:
+        """Append what brings all tokens of a tensor here for some equations, where they are not; return them."""
+        if not self.options.tp_sequence:
+            return own
+        gathered = self._gather(every.b, tensor.later(every.layer), own, room_for(some, every, tensor, own))
+        return self._in_order(every.b, tensor.later(every.layer), *gathered)
+
     def _write_by_shards(self, some: tuple[Equation, ...], every: TokenWriter, own: View) -> None:
         """Append products of one tensor: of own tokens while those of other members are gathered, then of those before
         and those behind, into what they make of all tokens.
         """
         tensor, of_all = some[0].operands[0], every.values
-        whole, arrived = self._gather(every.b, tensor.later(every.layer), own)
+        whole, arrived = self._gather(every.b, tensor.later(every.layer), own, room_for(some, every, tensor, own))
         of_all |= {made: every.new(made) for one in some for made in one.results}
         first, size = self.over.position(every.b.rank) * own.shape[TOKENS], num_tokens(self.every)
         last = first + own.shape[TOKENS]
@@ -268,9 +277,9 @@ class Group(NamedTuple):
         b.copy(part, own, f"own {tensor.name}")
         return own
 
-    def _gather(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
+    def _gather(self, b: ProgramBuilder, tensor: Tensor, own: View, room: View | None = None) -> tuple[Split, Split]:
         """Append the all-gather alone; return where all tokens are to be, and where they arrive."""
-        whole, arrived = self._whole(b, tensor, own)
+        whole, arrived = self._whole(b, tensor, own, room)
         b.add(AllGather(label=f"gather {tensor.name}", communicator=self.over.name, send=own, recvs=arrived))
         return whole, arrived
 
@@ -305,10 +314,10 @@ class Group(NamedTuple):
         own = cut(self.every, place * each, (place + 1) * each)
         b.output_of(tensor, own, self.part(b, view) if view.shape[TOKENS] > each else view)
 
-    def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View) -> tuple[Split, Split]:
-        """Return where all tokens of a tensor are to be, and where they arrive."""
+    def _whole(self, b: ProgramBuilder, tensor: Tensor, own: View, room: View | None = None) -> tuple[Split, Split]:
+        """Return where all tokens of a tensor are to be, by default in a new buffer, and where they arrive."""
         size = len(self.over.groups[0])
-        view = b.activation(tensor, own.shape[TOKENS] * size, b.dtype(own), "communication", tensor.layer)
+        view = room or b.activation(tensor, own.shape[TOKENS] * size, b.dtype(own), "communication", tensor.layer)
         whole = Split(view, TOKENS, size)
         return whole, whole if b.parts_are_contiguous(whole) else self._by_member(b, tensor, own)
 

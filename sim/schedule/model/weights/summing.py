@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Literal
@@ -32,7 +33,8 @@ class Summing:
 
     With accumulate_in=model whole gradients of micro-batches are added as they are to those of the first one.
 
-    With reduce_by=all-reduce stages 1 and 2 sum by an all-reduce, of which each rank copies what it owns. With
+    With reduce_by=all-reduce stages 1 and 2 sum by an all-reduce, of which each rank copies what it owns: behind the
+    kernels of the next unit, unless these wait for sums. With
     reduce_to=all stage 1 sums by an all-reduce, too, of which each rank takes what it owns and squares all. With
     accumulate=in-place or in-products a unit's gradients are added, as they are, to a buffer that a step begins with as
     zeros and holds to its end. With bucket_mb and in-place those of the last backward pass go through buckets in the
@@ -46,7 +48,8 @@ class Summing:
 
     def __init__(self, owned: Owned) -> None:
         self._owned, self._b, options = owned, owned.b, owned.options
-        self._packed: dict[str, View] = {}
+        self._packed: dict[tuple[str, int], View] = {}
+        self._num_packed: Counter[str] = Counter()
         self._made: Values = {}
         """Gradients of the unit that is being written."""
         self._arrived: list[tuple[Unit, View]] = []
@@ -59,6 +62,10 @@ class Summing:
         self._to_come = dict.fromkeys(owned.trained, owned.visits)
         """Of how many micro-batches a unit still lacks gradients."""
         self._sums_late, self._adds_whole, self._sums_whole = options.sums_late, options.adds_whole, options.sums_whole
+        self._holds = options.waits_for_sums and not options.sums_late
+        """Whether kernels of a backward pass wait for sums that are made in it."""
+        self._cuts_later = options.cuts_sums and not (options.sums_late or options.waits_for_sums)
+        """Whether a sum of all gradients is cut when kernels of the next unit have been issued."""
         self._adds_direct = options.adds_narrow and options.sums_whole
         """Whether those of further micro-batches are added, as they are, to those of the first one."""
         self._in_place: dict[Unit, View] = {}
@@ -79,7 +86,8 @@ class Summing:
 
     def room(self, unit: Unit) -> Room:
         """See Params: gradients of alike units are packed in one buffer, so each waits for the sum of the one before
-        where that leaves the buffer free, as FSDP2 waits. Gradients that others are added to have buffers of their own.
+        where that leaves the buffer free, as FSDP2 waits; in two by turns, where sums are cut later. Gradients that
+        others are added to have buffers of their own.
         """
         learns = trained_of(unit, self._b.workload.model)
         return self._room_for(learns) if learns else ()
@@ -99,11 +107,13 @@ class Summing:
             return (self._summed[unit],)
         if self._owned.stage < 2 or not self._owned.shards.gradients or (self._adds_whole and unit not in self._summed):
             return ()
-        if unit.name not in self._packed:
+        self._num_packed[unit.name] += 1
+        turn = (unit.name, self._num_packed[unit.name] % 2 if self._cuts_later else 0)
+        if turn not in self._packed:
             extent = self._owned.each(unit.flat) * self._owned.num_parts
             dtype = dtype_of(self._gradient(unit), self._b.workload.dtype)
-            self._packed[unit.name] = self._b.buffer(f"gradients of {unit.name}", "i", (extent,), dtype, "gradient")
-        return (self._packed[unit.name],)
+            self._packed[turn] = self._b.buffer(f"gradients of {unit.name}", "i", (extent,), dtype, "gradient")
+        return (self._packed[turn],)
 
     def _whole_gradient(self, unit: Unit) -> View:
         """Return a new buffer for all of a unit's gradient, padding included."""
@@ -165,7 +175,7 @@ class Summing:
         parallel/tied_parameters.py, sync_tied_weights_gradients; megatron-core 0.16.1
         distributed/finalize_model_grads.py, _allreduce_non_tensor_model_parallel_grads).
         """
-        b, gradients, across = self._b, self._owned.shards.gradients, self._owned.shards.across
+        b, (gradients, _) = self._b, self._over
         ends = [*accumulate(math.prod(weight.shape(b.workload.model)) for weight in unit.weights)]
         for start, stop, weight in zip([0, *ends], ends, unit.weights, strict=False):
             if self._sums_whole and b.share.is_norm(weight) and not self._lacks_norms(unit):
@@ -177,10 +187,22 @@ class Summing:
         elif gradients:
             for bucket in self._buckets(unit, flat):
                 b.add(AllReduce(label=f"reduce {unit.name}", communicator=gradients.name, view=bucket))
-            own = self._cut(unit, flat) if self._owned.options.cuts_sums else flat
+        return own if self._cuts_later else self._sum_of_owned(unit, own)
+
+    def _sum_of_owned(self, unit: Unit, summed: View) -> View:
+        """Append what makes of a sum what this rank owns: that is cut out, and summed over replicas."""
+        b, (gradients, across) = self._b, self._over
+        own = self._cut(unit, summed) if gradients and self._owned.options.cuts_sums else summed
         if across:
             b.add(AllReduce(label=f"reduce {unit.name} over replicas", communicator=across.name, view=own))
+        if self._holds and (gradients or across):
+            b.add(Hold(label=f"wait for {unit.name}", held=(own,)))
         return self._own_part(unit, own)
+
+    @property
+    def _over(self) -> tuple[Communicator | None, Communicator | None]:
+        """What sums gradients: over ranks with parts of them, and over replicas that have the same parts."""
+        return self._owned.shards.gradients, self._owned.shards.across
 
     def _sum_whole(self, unit: Unit, flat: View) -> View:
         """Append the same in a call of its own."""
@@ -244,6 +266,9 @@ class Summing:
         """
         while len(self._arrived) > lag:
             unit, gradient = self._arrived.pop(0)
+            if self._cuts_later:
+                name, cut = f"take own part of {unit.name}", partial(self._sum_of_owned, unit)
+                gradient = self._b.call(name, unit.layer, cut, gradient)
             if self._adds_whole:
                 self._summed[unit] = gradient
             else:
