@@ -17,8 +17,8 @@ _STEP = longstep.Setup(
 _WAYS: dict[str, dict[str, Any]] = {
     "TP 8": {"schedule": "single", "tp_degree": 8},
     "TP 2 x Ulysses 4": {"schedule": "ulysses", "tp_degree": 2, "ulysses_degree": 4},
-    "Ulysses 8": {"schedule": "ulysses", "ulysses_degree": 8},
-    "zigzag 8": {"schedule": "zigzag", "ring_degree": 8},
+    "Ulysses 8": {"schedule": "ulysses", "tp_degree": 1, "ulysses_degree": 8},
+    "zigzag 8": {"schedule": "zigzag", "tp_degree": 1, "ring_degree": 8},
 }
 _LENGTHS = tuple(2**at for at in range(12, 21))
 

@@ -27,6 +27,8 @@ class Crossover:
     cluster.nic.bytes_per_s=5e9..200e9."""
     within: float = 0.01
     """How far a value may be off, as a share."""
+    extend: bool = False
+    """Tell each training step by few of its layers and micro-batches, as simulate --extend."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print JSON instead of a table: a is the first one that was named, b the second."""
     evidence: bool = False
@@ -41,7 +43,7 @@ def crossover(command: Crossover, console: Console) -> None:
         raise InputError(f"`along` {command.along or ''}: expected KEY=LOW..HIGH such as seq=64K..4M")
     tell_assumed(setups[0], console, json=command.json)
     tell_padded(setups, console, json=command.json)
-    found = longstep.crossover(*setups, key.strip(), between.strip(), within=command.within)
+    found = longstep.crossover(*setups, key.strip(), between.strip(), within=command.within, extend=command.extend)
     if command.json:
         said = {"answer": found.answer, "rests_on": found.rests_on, "along": key, **names}
         print_json({**said, "crossings": found.rows, "points": found.points.rows}, console)

@@ -20,13 +20,14 @@ from experiments.evidence.provenance import SWEEP_MARK
 from experiments.verbs.cli import with_flags
 from experiments.verbs.shared.kinds import OptionalInt, OptionalText, Texts
 from experiments.verbs.shared.selection import StepSelection, listed, require_names, typed_schedule, typed_values
-from experiments.verbs.shared.terminal import print_json, progress, tell_assumed, tell_basis
+from experiments.verbs.shared.terminal import print_json, progress, tell, tell_assumed
 from experiments.verbs.shared.writes import Writes
 from sim.base.errors import InputError
 from sim.base.files import Kind, require_outputs
 from sim.base.units import FEW, digits_within, number, seconds, seconds_between, size
 from sim.compare.axes import axes_of, changed, combinations, field_of
-from sim.compare.portions import COLUMNS
+from sim.compare.portions import COLUMNS, PLAYED
+from sim.plan.told import Step, grounds_of, step_of
 from sim.setup.answers.places import best, shown, won
 from sim.setup.names import schedule_name
 
@@ -51,6 +52,9 @@ class Sweep(Writes):
     """Write the rows to this file, FILE.parquet or FILE.csv. Until all are there FILE.journal keeps those that are."""
     step_only: bool = False
     """Play one seed of noise, and leave out intervals and what bounds a step: four times faster."""
+    extend: bool = False
+    """Tell each training step by few of its layers and micro-batches, as simulate --extend; a column says
+    by how many."""
     jobs: OptionalInt = None
     """Processes; by default as many as there are cores."""
     dask: OptionalText = None
@@ -76,7 +80,8 @@ def sweep(command: Sweep, console: Console) -> None:
         try:
             found = longstep.explore(
                 setup, vary, zipped=zipped, intervals=not command.step_only, bounds=not command.step_only,
-                jobs=command.jobs, dask=command.dask, journal=journal, force=command.force, progress=show,
+                extend=command.extend, jobs=command.jobs, dask=command.dask, journal=journal, force=command.force,
+                progress=show,
             )  # fmt: skip
         except KeyboardInterrupt:
             if journal:
@@ -91,16 +96,16 @@ def sweep(command: Sweep, console: Console) -> None:
         _print_refused(found, command, console)
     layers = setup.model_spec.num_layers if setup.layers is None else setup.layers
     said = best(found.rows, keys, name, scope=setup.scope, layers=layers)
-    first = _decisive(setup, found, combined, name)
+    basis = grounds_of(_decisive(setup, found, combined, name, extend=command.extend))
     if command.json:
-        told = {"assumed": setup.assumed, "answer": said, "rests_on": first.rests_on}
+        told = {"assumed": setup.assumed, "answer": said, "rests_on": basis.lines}
         print_json({**told, "rows": found.rows}, console)
         return
-    for line in _padded(found):
+    for line in (*_padded(found), *_extended(found)):
         console.print(line, markup=False)
     console.print(said, markup=False)
     console.print(_table(found, BESIDE if any(key.startswith("cluster") for key in keys) else beside_of(setup)))
-    tell_basis([first], console, everything=command.evidence)
+    tell([basis], console, everything=command.evidence)
 
 
 def _print_refused(found: longstep.Table, command: Sweep, console: Console) -> NoReturn:
@@ -114,13 +119,13 @@ def _print_refused(found: longstep.Table, command: Sweep, console: Console) -> N
 
 
 def _decisive(
-    setup: longstep.Setup, found: longstep.Table, rows: Sequence[Mapping[str, str]], name: str
-) -> longstep.Prediction:
-    """Return the prediction whose basis is told: of those that win, the one that takes longest."""
+    setup: longstep.Setup, found: longstep.Table, rows: Sequence[Mapping[str, str]], name: str, *, extend: bool
+) -> Step:
+    """Return the step whose basis is told: of those that win, the one that takes longest."""
     numbers = [one.row for one in won(found.rows, list(rows[0]), name)]
     numbers = numbers or [number for number, row in enumerate(found.rows) if not row["error"]]
     longest = max(numbers, key=lambda number: float(found[number]["step_time_s"]))
-    return changed(setup, rows[longest]).predicted()
+    return step_of(changed(setup, rows[longest]), extend=extend)
 
 
 def _varied(command: Sweep) -> dict[str, str | list[str]]:
@@ -153,6 +158,14 @@ def _padded(found: longstep.Table) -> Iterator[str]:
     if padding:
         ends = f"{padding[0]} to {padding[-1]}" if len(padding) > 1 else str(padding[0])
         yield f"padded: {ends} tokens behind the sequence, which no other token sees"
+
+
+def _extended(found: longstep.Table) -> Iterator[str]:
+    """Yield of how many layers and micro-batches rows are told, where that is few."""
+    told = dict.fromkeys(row[PLAYED] for row in found.rows if row.get(PLAYED))
+    if told:
+        more = f", and in {len(told) - 1} other ways" if len(told) > 1 else ""
+        yield f"rows: {next(iter(told))}{more}; not proved, and without noise"
 
 
 def _pair(text: str) -> tuple[str, str | list[str]]:
@@ -213,7 +226,7 @@ def _csv(found: longstep.Table, about: dict[str, str]) -> bytes:
 
 def _table(found: longstep.Table, memory: str) -> Shown:
     """Return the main columns of the first rows."""
-    keys = [key for key in found[0] if key not in COLUMNS]
+    keys = [key for key in found[0] if key not in {*COLUMNS, PLAYED}]
     heads = (*keys, "degrees", "step", "90 % interval", "tokens/s/GPU", PEAK, "fits", "bound by")
     caption = "\n".join([memory, *_summary(found)])
     table = Shown(*heads, title_justify="left", caption=caption, caption_justify="left")

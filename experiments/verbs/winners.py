@@ -30,6 +30,8 @@ class Winners:
     such as --seq 64K,128K."""
     down: OptionalText = None
     """KEY=VALUES: what rows are, such as cluster.nic.bytes_per_s=25e9,50e9,100e9; left out: one row."""
+    extend: bool = False
+    """Tell each training step by few of its layers and micro-batches, as simulate --extend."""
     jobs: OptionalInt = None
     """Processes that play them; by default as many as there are cores."""
     json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -48,7 +50,7 @@ def winners(command: Winners, console: Console) -> None:
     tell_assumed(base, console, json=command.json)
     tell_padded([base.replace(**{field: name}) for name in names], console, json=command.json)
     with progress("simulating") as show:
-        found = longstep.winners(base, {field: names}, axes, jobs=command.jobs, progress=show)
+        found = longstep.winners(base, {field: names}, axes, extend=command.extend, jobs=command.jobs, progress=show)
     if command.json:
         print_json(answered(found), console)
         return

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 from sim.base.errors import InputError, LongstepError
 from sim.compare.axes import changed, field_of, limits
-from sim.setup.answers.answer import grounds
+from sim.plan.told import Step, grounds_of, step_of
 from sim.setup.answers.rows import of_crossings
 from sim.setup.answers.table import Table
 from sim.setup.names import schedule_name
-from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 
 _POINTS = 9
@@ -21,7 +20,7 @@ _POINTS = 9
 _MULTIPLE = 1024
 """Lengths are rounded to it, so that they divide over ranks."""
 
-Figure = Callable[[Prediction], float | None]
+Figure = Callable[[Step], float | None]
 
 
 class _Point(NamedTuple):
@@ -47,7 +46,7 @@ class Crossings(Table):
     played or does not fit."""
 
 
-def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0.01) -> Crossings:
+def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0.01, extend: bool = False) -> Crossings:
     """Return where the faster of two setups changes along one key, a row for each crossing, in rising order.
 
     ``along`` is what ``explore`` can vary, with numbers; ``between`` its range, ``64K..4M``. A row says which is faster
@@ -55,7 +54,8 @@ def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0
     intervals, for both alike, since both rest on one profile; None where they do not cross there. Values are
     known to ``within``; lengths are multiples of 1024. The last row has no value, and says which is faster at the end.
     What cannot be played, or does not fit, is slower than what can; where neither does, ``below`` or ``above`` is
-    empty. Raises InputError for what is no range of numbers, and where neither can be played anywhere in it.
+    empty. With ``extend`` training steps are told by few layers and micro-batches (``sim.plan.extended``). Raises
+    InputError for what is no range of numbers, and where neither can be played anywhere in it.
 
     >>> layer = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", gpus=2)
     >>> found = crossover(layer.replace(schedule="ring"), layer.replace(schedule="zigzag"), "seq", "64K..128K")
@@ -66,7 +66,7 @@ def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0
     low, high = limits(key, between)
     if not 0.0001 <= within < 1:
         raise InputError(f"`within` {within}: expected a share from 0.0001 to below 1, such as 0.01")
-    axis = _Along((a, b), key, low, high, within)
+    axis = _Along((a, b), key, (low, high), within, extend=extend)
     axis.require_any()
     steps = axis.crossings(lambda found: found.step_time_s)
     ends = [axis.crossings(lambda found: found.interval and found.interval.low_s)]
@@ -83,15 +83,18 @@ def crossover(a: Setup, b: Setup, along: str, between: str, *, within: float = 0
     found = Crossings(rows)
     found.points = Table(axis.played)
     answer = of_crossings(key, (low, high), axis.names, rows, found.points.rows)
-    return found.answering(answer, grounds(axis.winner(steps[0].value if steps else high)))
+    return found.answering(answer, grounds_of(axis.winner(steps[0].value if steps else high)))
 
 
 class _Along:
     """Two setups along one key."""
 
-    def __init__(self, both: tuple[Setup, Setup], key: str, low: float, high: float, within: float) -> None:
-        self._both, self._key, self._low, self._high, self._within = both, key, low, high, within
-        self._known: dict[str, tuple[Prediction | None, Prediction | None]] = {}
+    def __init__(
+        self, both: tuple[Setup, Setup], key: str, ends: tuple[float, float], within: float, *, extend: bool
+    ) -> None:
+        (self._low, self._high), self._within = ends, within
+        self._both, self._key, self._extend = both, key, extend
+        self._known: dict[str, tuple[Step | None, Step | None]] = {}
 
     def point(self, value: float) -> _Point:
         """Return the nearest value that the key can have."""
@@ -106,7 +109,7 @@ class _Along:
         can be played and fits.
         """
         if point.text not in self._known:
-            a, b = (_predicted(setup, self._key, point.text) for setup in self._both)
+            a, b = (_predicted(setup, self._key, point.text, extend=self._extend) for setup in self._both)
             self._known[point.text] = a, b
         one, other = self._known[point.text]
         if one is None or other is None:
@@ -120,7 +123,7 @@ class _Along:
         named = [str(one.stack or schedule_name(one.played)) for one in self._both]
         return dict(zip("ab", named if named[0] != named[1] else ("the first", "the second"), strict=True))
 
-    def winner(self, value: float) -> Prediction:
+    def winner(self, value: float) -> Step:
         """Return the faster one at a value, or at the nearest one at which one of them can be played and fits."""
         known = sorted(self._known.items(), key=lambda one: abs(math.log(float(one[0]) / value)))
         both = next(both for _, both in known if any(both))
@@ -168,10 +171,10 @@ class _Along:
         return end
 
 
-def _predicted(setup: Setup, key: str, text: str) -> Prediction | None:
-    """Return a prediction, None where it cannot be played or does not fit."""
+def _predicted(setup: Setup, key: str, text: str, *, extend: bool) -> Step | None:
+    """Return a step, None where it cannot be played or does not fit."""
     try:
-        found = changed(setup, {key: text}).predicted()
+        found = step_of(changed(setup, {key: text}), extend=extend)
     except LongstepError:
         return None
     return None if found.fits is False else found

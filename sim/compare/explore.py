@@ -16,7 +16,7 @@ from sim.base.errors import InputError
 from sim.base.workers import follow_parent
 from sim.compare.axes import axes_of, combinations
 from sim.compare.journal import Journal
-from sim.compare.portions import COLUMNS, Portion, Row, play, portions
+from sim.compare.portions import COLUMNS, PLAYED, Portion, Row, play, portions
 from sim.setup.answers.table import Table
 from sim.setup.names import at_least_one
 from sim.setup.setup import Setup
@@ -36,6 +36,7 @@ def explore(
     zipped: Sequence[Sequence[str]] = (),
     intervals: bool = True,
     bounds: bool = True,
+    extend: bool = False,
     jobs: int | None = None,
     dask: str | None = None,
     journal: str | Path | None = None,
@@ -46,7 +47,9 @@ def explore(
 
     ``vary`` has fields of ``Setup`` and keys of ``set``, each with a list of values or a range (``axes_of``); those
     that are ``zipped`` go together. Rows that share a schedule build and prove it once. ``jobs`` processes play them,
-    by default as many as there are cores, or the workers of a Dask cluster at the address ``dask``. With a ``journal``
+    by default as many as there are cores, or the workers of a Dask cluster at the address ``dask``. With ``extend``
+    training steps are told by few layers and micro-batches, without proof or noise (``sim.plan.extended``), and a
+    column ``played`` says by how many. With a ``journal``
     every finished portion is on the disk at once, and the same call goes on behind what it holds. What cannot be played
     is a row whose ``error`` says why. Raises InputError, before anything is played, for what cannot be varied, a
     journal of another sweep (unless ``force``), or a cluster that does not answer.
@@ -58,7 +61,7 @@ def explore(
     """
     rows = dict(enumerate(combinations(axes_of(vary, zipped))))
     workers = min(num_cores() if jobs is None else at_least_one("jobs", jobs), len(rows))
-    asked = {"intervals": intervals, "bounds": bounds}
+    asked = {"intervals": intervals, "bounds": bounds, "extend": extend}
     sweep = f"{setup!r} {rows!r} {asked!r} {COLUMNS!r}"
     with Journal(Path(journal), sweep, force=force) if journal else nullcontext() as book:
         found: dict[int, Row] = dict(book.rows) if book else {}
@@ -76,7 +79,7 @@ def explore(
 
 def _typed(rows: list[Row]) -> list[Row]:
     """Return rows in which what is varied is a number wherever all of its values are."""
-    for key in [key for key in rows[0] if key not in COLUMNS]:
+    for key in [key for key in rows[0] if key not in {*COLUMNS, PLAYED}]:
         for kind in (int, float):
             try:
                 values = [kind(row[key]) for row in rows]

@@ -10,7 +10,8 @@ from sim.base.errors import InputError
 from sim.compare.axes import changed, field_of
 from sim.compare.explore import Progress, explore
 from sim.compare.portions import Row
-from sim.setup.answers.answer import Grounds, grounds, who_wins
+from sim.plan.told import grounds_of, step_of
+from sim.setup.answers.answer import Grounds, who_wins
 from sim.setup.answers.places import is_able, tied, token_s
 from sim.setup.answers.table import Table
 from sim.setup.names import text_of, tokens
@@ -24,6 +25,7 @@ def winners(
     competitors: Mapping[str, Sequence[str]],
     across: Mapping[str, Sequence[object] | str],
     *,
+    extend: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Table:
@@ -33,8 +35,8 @@ def winners(
     long that takes for a token, what bounds both, and ``why`` in a sentence. They are ``tied`` where that is no more
     than nine of ten ratios of measured steps were off; None where none were measured. What does not fit has lost; where
     nobody is left the winner is empty, and ``why`` is the reason of the first; ``refused`` says of each that cannot be
-    played why. Raises InputError for fewer than two
-    competitors, where none can be played anywhere, and as ``explore`` does.
+    played why. With ``extend`` steps are told by few layers and micro-batches, as ``explore`` does it. Raises
+    InputError for fewer than two competitors, where none can be played anywhere, and as ``explore`` does.
 
     >>> layer = Setup(model="llama3-8b", cluster="hgx-h100", scope="layer", layers=1, jitter=0.0)
     >>> found = winners(layer, {"schedule": ["ring", "zigzag"]}, {"seq": "64K,128K"}, jobs=1)
@@ -46,18 +48,19 @@ def winners(
         raise InputError(f"`competitors` {dict(competitors)}: expected two or more of {' or '.join(_COMPETITORS)}")
     if not across or field in map(field_of, across):
         raise InputError(f"`across` {dict(across)}: expected keys beside {field} such as seq, each with some values")
-    played = explore(setup, {**across, field: names}, intervals=False, jobs=jobs, progress=progress)
+    played = explore(setup, {**across, field: names}, intervals=False, extend=extend, jobs=jobs, progress=progress)
     played.require_any()
     keys = [field_of(key) for key in across]
     cells = groupby(played, key=lambda row: {key: row[key] for key in keys})
     found = [(place, judged(list(rows), field)) for place, rows in cells]
     rows = [_numbered(place) | said for place, said in found]
     won = [(place, said["winner"]) for place, said in found if said["winner"]]
-    return Table(rows).answering(who_wins(rows), _grounds(setup, {field: names}, *won[-1]) if won else None)
+    basis = _grounds(setup, {field: names}, *won[-1], extend=extend) if won else None
+    return Table(rows).answering(who_wins(rows), basis)
 
 
 def _grounds(
-    setup: Setup, competitors: Mapping[str, Sequence[Any]], place: Mapping[str, Any], winner: str
+    setup: Setup, competitors: Mapping[str, Sequence[Any]], place: Mapping[str, Any], winner: str, *, extend: bool
 ) -> Grounds | None:
     """Return what the winner of a place rests on."""
     ((field, names),) = competitors.items()
@@ -65,7 +68,7 @@ def _grounds(
     if best is None:
         return None
     there = changed(setup.replace(**{field: best}), {key: text_of(value) for key, value in place.items()})
-    return grounds(there.predicted())
+    return grounds_of(step_of(there, extend=extend))
 
 
 def _numbered(place: dict[str, Any]) -> dict[str, Any]:

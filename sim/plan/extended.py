@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from sim.accounts.breakdown import PARTS, PartName, breakdown, critical_rank
 from sim.base.errors import InputError
 from sim.engine.intervals.interval import Interval
+from sim.engine.results.report import mfu_of, peak_flops_per_s
 from sim.engine.results.room import Room
 from sim.engine.results.sensitivity import Bound
 from sim.plan.search.few import turns_of
@@ -69,6 +71,25 @@ class Extended:
         found = self.setup.resolved()
         tokens = found.mesh.dp * found.workload.num_real_tokens
         return tokens / self.step_time_s / found.mesh.size
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the peak of all GPUs that the FLOPs of the model take, as ``Report`` has it."""
+        found = self.setup.resolved()
+        peak = peak_flops_per_s(found.workload, self.steps.last.cluster, found.mesh.size)
+        return mfu_of(found.workload, found.mesh.dp, peak, self.step_time_s)
+
+    @property
+    def breakdown(self) -> dict[PartName, float]:
+        """Seconds of each part of the step for one rank: the one that waits least in the play of most layers and
+        micro-batches. They sum to the step.
+        """
+        rank = critical_rank(self.steps.last.trace)
+
+        def spent_at(part: PartName) -> float:
+            return self.steps.told(lambda play: breakdown(play.trace, rank)[part])
+
+        return {part: spent_at(part) for part in PARTS}
 
     @cached_property
     def room(self) -> Room:

@@ -39,10 +39,11 @@ def plan(
     """Return the configurations that train most tokens a second on the GPUs of a setup, of those that fit.
 
     ``options`` are varied, each over its values; so are all schedules, degrees and placements that the setup leaves
-    open, and stages of a pipeline, where nobody says how many (``pp_degree``) and micro-batches fill them. Steps of
-    pipelines are told by few layers of each stage: within 1e-4, and 0.6 % where chunks of layers are unlike. Shares of
-    weights (``tp_degree``) are tried unasked where GPUs have few tokens (``sim.plan.search.degrees``). Options may have
-    both degrees: ``{"tp_degree": ["1", "2"]}``, or ``["any"]``, which are those that divide a node and the model.
+    open, and stages of a pipeline, where nobody says how many (``pp_degree``) and micro-batches fill them. Ranks of a
+    stage share out weights, or the optimiser's state alone (``zero_stage`` 3 or 1). Steps of pipelines are told by few
+    layers of each stage: within 1e-4, and 0.6 % where chunks of layers are unlike. Shares of weights (``tp_degree``)
+    are tried unasked where GPUs have few tokens (``sim.plan.search.degrees``). Options may have both degrees:
+    ``{"tp_degree": ["1", "2"]}``, or ``["any"]``, which are those that divide a node and the model.
 
     The ``global_batch`` stays what it is: with fewer replicas each trains more of its sequences, one after the other.
     It is about 512K tokens where nobody says it (``sim.plan.planned_batch``); with ``any`` it is chosen: each replica

@@ -199,6 +199,7 @@ class Setup:
             self._mesh(entry, spec, model, self.gpus, int(self.dp_degree)),
             self._stacked(entry, overrides["schedule"], software.schedule if software else {}),
         )
+        self._require_shares(overrides["schedule"])
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
             layers=self.layers, passes=self.passes, seed=self.seed, documents=self.documents,
@@ -362,6 +363,17 @@ class Setup:
             *((name, value) for name, value in stacked.items() if name in has),
             *given,
         ]
+
+    def _require_shares(self, given: list[tuple[str, str]]) -> None:
+        """Raise InputError for what is set of tensor parallelism where nobody says over how many ranks it is. What
+        software has of it is for where somebody does.
+        """
+        for name, value in given if isinstance(self.tp_degree, Untold) else ():
+            if name in OF_GROUPS and value.lower() != (usual := names.text_of(OF_GROUPS[name])):
+                raise InputError(
+                    f"`set` schedule.{name}={value} is of tensor parallelism, and nobody says over how many ranks: set "
+                    f"`tp_degree`, or leave it out, which is {usual}"
+                )
 
     def _require_types(self) -> None:
         """Raise InputError for a value of a type that its field does not take, and for a count below 1."""

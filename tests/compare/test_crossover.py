@@ -26,6 +26,18 @@ def test_both_sides_of_a_crossing_are_what_is_predicted() -> None:
     assert (swapped["value"], swapped["below"], swapped["above"]) == (first["value"], "b", "a")
 
 
+@pytest.mark.sweep
+@pytest.mark.slow
+def test_steps_that_are_told_by_few_cross() -> None:
+    step = Setup(model="tiny", cluster="hgx-h100", scope="step", gpus=2, layers=8, seq="16K", jitter=0.0)
+    ring, ulysses = step.replace(schedule="ring"), step.replace(schedule="ulysses")
+    found = longstep.crossover(ring, ulysses, NVLINK, "100e9..450e9", within=0.5, extend=True)
+    for point in found.points:
+        for key, one in (("a_s", ring), ("b_s", ulysses)):
+            told = longstep.extended(one.replace(set={NVLINK: point["value"]}))
+            assert point[key] == pytest.approx(told.step_time_s)
+
+
 @pytest.mark.slow
 def test_what_cannot_be_played_or_does_not_fit_has_lost() -> None:
     step = Setup(model="llama3-8b", cluster="hgx-h100", layers=2, seq="256K", seeds=1)

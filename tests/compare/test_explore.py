@@ -17,6 +17,7 @@ import pytest
 
 import longstep
 from longstep import Setup
+from sim.accounts.breakdown import PARTS
 from sim.base.errors import InputError
 from sim.compare.axes import axes_of, combinations
 from sim.compare.journal import Journal
@@ -62,6 +63,28 @@ def test_lists_ranges_products_and_zips() -> None:
 def test_what_cannot_be_varied(vary: dict[str, str], zipped: list[list[str]], message: str) -> None:
     with pytest.raises(InputError, match=message):
         longstep.explore(H100, vary, zipped=zipped)
+
+
+@pytest.mark.sweep
+def test_extended_rows_are_those_of_whole_steps() -> None:
+    """With what they consist of; a machine is played on the schedules that are there."""
+    step = H100.replace(gpus=2, layers=8, scope="step", jitter=0.0)
+    vary = {"seq": ["16K", "32K"], NVLINK: ["*1", "/4"]}
+    found = longstep.explore(step, vary, intervals=False, bounds=False, extend=True, jobs=1)
+    whole = longstep.explore(step, vary, intervals=False, bounds=False, jobs=1)
+    assert {row["played"] for row in found} == {"told by 3 and 4 of 8 layers"}
+    assert "played" not in whole[0]
+    for few, row in zip(found, whole, strict=True):
+        assert few["peak_host_bytes"] is None
+        for key in {*row} - {"peak_host_bytes"}:
+            assert few[key] == (pytest.approx(row[key], rel=1e-4) if isinstance(row[key], float) else row[key]), key
+        assert sum(few[f"{part}_s"] for part in PARTS) == pytest.approx(few["step_time_s"])
+
+
+def test_a_row_that_cannot_be_extended_says_why() -> None:
+    (row,) = longstep.explore(H100, {"seq": ["32K"]}, extend=True, jobs=1)
+    assert row["error"].startswith("`extend` is of training steps")
+    assert row["played"] is None
 
 
 @pytest.mark.sweep

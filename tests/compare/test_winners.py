@@ -25,6 +25,16 @@ def test_each_place_has_the_fastest_and_the_one_behind_it() -> None:
 
 
 @pytest.mark.sweep
+def test_steps_that_are_told_by_few_compete() -> None:
+    step, names = LAYER.replace(scope="step", layers=8), ["ring", "ulysses"]
+    found = longstep.winners(step, {"schedule": names}, {"seq": "16K"}, extend=True, jobs=1)
+    first, second = (longstep.extended(step.replace(schedule=name, seq="16K")) for name in reversed(names))
+    assert (found[0]["winner"], found[0]["step_time_s"]) == ("ulysses", first.step_time_s)
+    assert found[0]["ratio"] == pytest.approx(second.step_time_s / first.step_time_s)
+    assert found.rests_on == first.grounds.lines
+
+
+@pytest.mark.sweep
 def test_what_cannot_be_built_or_does_not_fit_has_lost() -> None:
     (alone,) = longstep.winners(LAYER.replace(gpus=3), {"schedule": ["ulysses", "ring"]}, {"seq": "48K"}, jobs=1)
     assert (alone["winner"], alone["behind"]) == ("ring", None)

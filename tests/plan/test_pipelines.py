@@ -156,8 +156,9 @@ def test_layers_of_several_kinds_are_left_out_by_whole_turns() -> None:
 def test_a_plan_has_the_stages_that_were_asked_for() -> None:
     """In all of its families, by name; the best are those of trying everything."""
     setup = SMALL.replace(
-        schedule="ulysses", pp_degree=2, layers=4, global_batch=4, set={"schedule.pipeline_schedule": "1f1b"}
-    )
+        schedule="ulysses", pp_degree=2, layers=4, global_batch=4,
+        set={"schedule.pipeline_schedule": "1f1b", "schedule.zero_stage": 3},
+    )  # fmt: skip
     options = {"checkpoint": ["none", "full"]}
     found = longstep.plan(setup, options=options, most=2, jobs=1)
     assert {family.named for family in families(setup, options)} == {
@@ -185,7 +186,7 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     """And layers divide over them or nearly; of one sequence, or as many as each replica brings, there is one stage,
     as where it is asked for.
     """
-    several = SMALL.replace(schedule="ulysses", layers=6, global_batch=4)
+    several = SMALL.replace(schedule="ulysses", layers=6, global_batch=4, set={"schedule.zero_stage": 3})
     found = families(several)
     assert {one.named for one in found if one.setup.pp_degree > 1} == {
         "ulysses (U 2, PP 2, pipeline_schedule 1f1b)",
@@ -230,6 +231,38 @@ def test_stages_of_unequal_layers_are_tried_where_these_do_not_divide() -> None:
         assert one.setup.resolved().options.pipeline_layers == layers
     asked = families(several.replace(layers=5, pp_degree=2))
     assert {one.setup.resolved().options.pipeline_layers for one in asked} == {"3,2", "1,2,1,1"}
+
+
+def test_ranks_of_a_stage_share_out_weights_or_the_optimiser_alone() -> None:
+    """Unless there is one stage, or nobody to share with, or somebody says it."""
+    several = SMALL.replace(schedule="ulysses", layers=4, global_batch=4, set={"schedule.pipeline_schedule": "1f1b"})
+    tried = {(one.setup.pp_degree, one.setup.resolved().options.zero_stage) for one in families(several)}
+    assert tried == {(1, 3), (2, 3), (2, 1), (4, 3)}
+    for said in ({"set": {"schedule.zero_stage": 2}}, {"software": "megatron"}):
+        found = families(several.replace(pp_degree=2, **said))
+        assert len({one.setup.resolved().options.zero_stage for one in found}) == 1, said
+    asked = families(several.replace(pp_degree=2), {"zero_stage": ["2", "3"]})
+    assert {one.setup.resolved().options.zero_stage for one in asked} == {2, 3}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("gib", "stage"), [(23, "zero_stage 1"), pytest.param(20.5, "2 replicas)", marks=pytest.mark.slow)]
+)
+def test_a_distributed_optimiser_is_found_where_it_just_fits(gib: float, stage: str) -> None:
+    """It takes 0.9 of FSDP's time, and 3 GiB more; whole states on all ranks would take 8 GiB more than it does."""
+    setup = Setup(
+        "ulysses", model="llama3-8b", cluster="hgx-h100", gpus=4, layers=8, seq="2K", pp_degree=2, tp_degree=1,
+        ulysses_degree=1, global_batch=16,
+        set={"schedule.pipeline_schedule": "1f1b", "cluster.hbm.capacity_bytes": int(gib * 2**30)},
+    )  # fmt: skip
+    options = {"checkpoint": ["full"], "loss": ["chunked"]}
+    found = longstep.plan(setup, options=options, most=1, jobs=1)
+    assert stage in found.best[0]["schedule"]
+    assert found.best[0]["free_bytes"] >= 0
+    assert found.slack == 0
+    whole = setup.replace(dp_degree=2, set={"schedule.zero_stage": 0, "schedule.checkpoint": "full"})
+    assert least_limits(whole)[0].free_bytes < 0
 
 
 @pytest.mark.sweep

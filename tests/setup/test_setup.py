@@ -172,6 +172,28 @@ def test_replicas_that_do_not_fit_the_gpus_are_refused(fields: dict[str, Any], s
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "usual"),
+    [
+        ("tp_overlap=shards", "none"),
+        ("tp_hands=parts", "all"),
+        ("tp_sequence=false", "true"),
+        ("memory_order=sbh", "bsh"),
+    ],
+)
+def test_options_of_tensor_parallelism_are_refused_where_nobody_asks_for_it(option: str, usual: str) -> None:
+    """They would change nothing. Software may have them, for where somebody does."""
+    setup = longstep.Setup("single", model="llama3-8b", cluster="hgx-h100")
+    with pytest.raises(InputError) as error:
+        setup.replace(set=[f"schedule.{option}"]).resolved()
+    assert f"`set` schedule.{option} is of tensor parallelism" in str(error.value)
+    assert f"set `tp_degree`, or leave it out, which is {usual}" in str(error.value)
+    key = option.partition("=")[0]
+    setup.replace(set=[f"schedule.{key}={usual}"]).resolved()
+    setup.replace(set=[f"schedule.{option}"], tp_degree=1).resolved()
+    setup.replace(software="megatron").resolved()
+
+
 def test_the_hash_is_computed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     found = longstep.predict("ring", **SMALL)
     hashed: list[Schedule] = []

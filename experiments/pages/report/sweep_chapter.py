@@ -13,7 +13,7 @@ from sim.accounts.breakdown import PARTS
 from sim.accounts.memory import TERMS
 from sim.base.errors import InputError
 from sim.base.units import seconds
-from sim.compare.portions import COLUMNS
+from sim.compare.portions import COLUMNS, PLAYED
 from sim.words.workload import parse_length
 
 _FIGURES: tuple[tuple[str, str, Unit], ...] = (
@@ -98,7 +98,8 @@ def _played(rows: Sequence[Row]) -> list[Row]:
 
 def _varied(rows: Sequence[Row]) -> list[str]:
     """Return the columns that say what a row is, of which some differ between rows."""
-    keys = [key for key in rows[0] if key not in COLUMNS and isinstance(rows[0][key], str | int | float | None)]
+    own = [key for key in rows[0] if key not in {*COLUMNS, PLAYED}]
+    keys = [key for key in own if isinstance(rows[0][key], str | int | float | None)]
     texts = [key for key in keys if not key.endswith(("_s", "_bytes"))]
     return [key for key in texts if len({row.get(key) for row in rows}) > 1]
 

@@ -21,7 +21,6 @@ from sim.engine.results.room import Room, Verdict, allocated, held_by_socket, ro
 from sim.engine.results.sensitivity import NOT_ASKED, bound
 from sim.schedule.ir.program import Claims
 from sim.schedule.model.layer import gemm_flops
-from sim.schedule.proof.check import Checked
 from sim.schedule.write.attention import attention_flops
 from sim.words.profile import Rates
 from sim.words.workload import Workload
@@ -107,9 +106,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def verdict(self) -> Verdict:
         """Whether it fits, in words."""
-        if self.fits is None:
-            return "at the limit" if self.room else "not known"
-        return "yes" if self.fits else "no"
+        if self.room:
+            return self.room.verdict
+        return "not known" if self.fits is None else "yes" if self.fits else "no"
 
 
 @garbage_collection_off()
@@ -134,14 +133,14 @@ def report(
     of_allocator = allocated(checked, cluster, profile.allocator) if profile and step else None
     room = room_of(schedule.header, walked, cluster, of_allocator) if step else None
     lower, bounded = floors(simulation.fold), bound(simulation) if with_bound else NOT_ASKED
-    peak = math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
+    peak = peak_flops_per_s(workload, cluster, ranks)
     tokens_per_s = replicas * workload.num_real_tokens / step_s if step_s else 0.0
     return Report(
         step_time_s=step_s,
         interval_s=interval(simulation) if with_interval else None,
         step_times_s=simulation.step_times_s,
         tokens_per_s_per_gpu=tokens_per_s / ranks,
-        mfu=replicas * _model_flops(checked) / (peak * step_s) if step_s else None,
+        mfu=mfu_of(workload, replicas, peak, step_s),
         peak_hbm_bytes=most.peak_bytes,
         peak_host_bytes=max(found.host_peak_bytes for found in walked),
         peak_reserved=max(of_allocator.stages, key=lambda one: one.most_bytes) if of_allocator else None,
@@ -191,11 +190,20 @@ def _beyond_dram(walked: list[MemoryWalk], cluster: Cluster) -> list[str]:
     ]
 
 
-def _model_flops(checked: Checked) -> float:
+def peak_flops_per_s(workload: Workload, cluster: Cluster, ranks: int) -> float:
+    """Return the FLOPs a second of so many ranks together, at their peaks."""
+    return math.fsum(cluster.peak_flops_per_s(rank, workload.dtype) for rank in range(ranks))
+
+
+def mfu_of(workload: Workload, replicas: int, peak: float, step_s: float) -> float | None:
+    """Return the share of a ``peak`` of all ranks that the FLOPs of the model take; None for a step of no time."""
+    return replicas * _model_flops(workload) / (peak * step_s) if step_s else None
+
+
+def _model_flops(workload: Workload) -> float:
     """Return the FLOPs that the model asks for in one replica. A backward pass needs four matmuls; the fifth, which the
     kernels do and ``attention_flops`` counts, recomputes the scores.
     """
-    workload = checked.schedule.header.workload
     return math.fsum([_flops_of(workload.of_sequence(number)) for number in range(len(workload.sequences or (None,)))])
 
 

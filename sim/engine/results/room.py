@@ -102,6 +102,11 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
         found = [limit.fits for limit in self.limits]
         return False if False in found else None if None in found else True
 
+    @property
+    def verdict(self) -> Verdict:
+        """The same in words."""
+        return "at the limit" if self.fits is None else "yes" if self.fits else "no"
+
 
 class Allocated(NamedTuple):
     """What an allocator reserves for a step."""

@@ -13,7 +13,7 @@ from sim.balance.documents import planned_schedules
 from sim.base.errors import InputError
 from sim.plan.search.degrees import DEGREES, asked_stages, meshes
 from sim.plan.search.space import ANYTHING, OPTIONS, Family, Target
-from sim.plan.search.stages import OF_PIPELINES, pipelines
+from sim.plan.search.stages import OF_PIPELINES, pipelines, states
 from sim.plan.search.tensors import DECIDED, grid_of
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.schedule.model.adapters import adapts_mlp
@@ -62,6 +62,7 @@ def families(
     - replicas: as many as share its ``global_batch``; all numbers where that is ``any`` or none, each with as many
       sequences as ``batch`` says;
     - stages of a pipeline, where micro-batches fill them and nobody says how many (``sim.plan.search.stages``);
+    - of a pipeline, whether ranks share out weights or the optimiser's state alone (``sim.plan.search.stages``);
     - shares of weights, where options list degrees (``sim.plan.search.degrees``);
     - ``options``, inside a family; values that ``OPTIONS`` does not order make families of their own;
     - what becomes of each group of ``tensors``, instead of what becomes of all. Values of ``mlp`` make families then,
@@ -90,8 +91,9 @@ def families(
             inside = {"TP": mesh.tp, "U": mesh.ulysses, "R": mesh.ring}
             for chosen in _chosen(method, mesh, options, per_node, fixed):
                 like = _named(method.title, inside, mesh.dp * mesh.pp, chosen, beside) if mesh.pp > 1 else ""
-                for pipeline in pipelines(base, options, fixed, asked=asked):
-                    own = {**chosen, **pipeline.options}
+                tried = product(pipelines(base, options, fixed, asked=asked), states(base, options, fixed))
+                for pipeline, shared in tried:
+                    own = {**chosen, **pipeline.options, **shared}
                     one = base.replace(set={f"schedule.{key}": value for key, value in own.items()}).spelled_out()
                     named = _named(method.title, {**inside, "PP": mesh.pp}, mesh.dp, own, beside)
                     groups = grid_of(one, tensors)

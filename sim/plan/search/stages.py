@@ -1,9 +1,11 @@
-"""Stages of a pipeline that plans try: how many, and in which order they take micro-batches."""
+"""Stages of a pipeline that plans try: how many, in which order they take micro-batches, and what ranks share out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from sim.base.errors import InputError
 from sim.schedule.model.pipeline.stages import Stages, nearly_equal
@@ -19,6 +21,10 @@ ORDERS = ("1f1b", "interleaved", "zb-h1")
 OF_PIPELINES = ("pipeline_schedule", "pipeline_chunks", "pipeline_layers")
 """Options of steps that have stages."""
 CHUNKS = 2
+STATES = "1"
+"""Stage of ZeRO of pipelines that is tried beside FSDP: it gathers weights and sums gradients once a step, not for
+every micro-batch, and holds both whole (Megatron-LM's distributed optimiser). At stage 2 gradients are summed as by
+FSDP, at 0 each rank updates all weights: both are slower where stage 1 fits."""
 _WAITS: Mapping[str, float] = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1 / CHUNKS, "zb-h1": 1 / 3}
 """How many passes of a micro-batch through each other stage a stage waits for at least, by the closed forms of papers
 (``timetables``): with chunks as many parts of one, and without gradients of weights, which are a third at most."""
@@ -78,6 +84,18 @@ def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]
         chosen = {"pipeline_schedule": name} | ({"pipeline_chunks": str(CHUNKS)} if several else {})
         waits = 0.0 if cut else _SURE * _WAITS.get(name, 0.0)  # what equal stages wait for a head is not sure of others
         yield Pipeline({**chosen, **cut}, waits * (pp - 1) / turns)
+
+
+def states(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]) -> list[Mapping[str, str]]:
+    """Return what of a step with stages ranks share out, as options that make families: weights, too, or ``STATES``.
+    Nothing is varied of one stage, of ranks that have none to share with, of what is ``fixed`` or among the options,
+    and of a step of named software, which says it.
+    """
+    said = "zero_stage" in fixed or "zero_stage" in options or base.software is not None
+    if said or base.pp_degree == 1 or "zero_stage" not in msgspec.to_builtins(names.entry(base.played).options or {}):
+        return [{}]
+    alone = base.pp_degree * base.tp_degree == base.gpus
+    return [{}] if alone else [{}, {"zero_stage": STATES}]
 
 
 def _is_near(layers: int, chunks: int) -> bool:

@@ -81,7 +81,12 @@ def degrees(prediction: PlayedStep) -> str:
     """Return the degrees of what its schedule splits, and of replicas where there are several: ``U 4 R 2 DP 2``; of
     what splits nothing ``1 GPU``.
     """
-    return _degrees(prediction.schedule, prediction.checked.schedule.header.mesh) or "1 GPU"
+    return degrees_on(prediction.schedule, prediction.checked.schedule.header.mesh)
+
+
+def degrees_on(schedule: str, mesh: Mesh) -> str:
+    """Return the same of a schedule on a mesh."""
+    return _degrees(schedule, mesh) or "1 GPU"
 
 
 def _degrees(schedule: str, mesh: Mesh) -> str:
