@@ -89,16 +89,21 @@ def families(
             each = setup.batch * mesh.dp if sequences is None else sequences
             worth, within_s = each if price is None else each / (price * gpus), target.within_s(each * tokens)
             inside = {"TP": mesh.tp, "U": mesh.ulysses, "R": mesh.ring}
+            sharing = states(base, options, fixed)
             for chosen in _chosen(method, mesh, options, per_node, fixed):
                 like = _named(method.title, inside, mesh.dp * mesh.pp, chosen, beside) if mesh.pp > 1 else ""
-                tried = product(pipelines(base, options, fixed, asked=asked), states(base, options, fixed))
-                for pipeline, shared in tried:
-                    own = {**chosen, **pipeline.options, **shared}
+                for pipeline in pipelines(base, options, fixed, asked=asked):
+                    own = {**chosen, **pipeline.options}
                     one = base.replace(set={f"schedule.{key}": value for key, value in own.items()}).spelled_out()
-                    named = _named(method.title, {**inside, "PP": mesh.pp}, mesh.dp, own, beside)
                     groups = grid_of(one, tensors)
                     grid = {**groups, **method.grid}
-                    found.append(Family(one, named, grid, worth, within_s, like, pipeline.bubbles, [*groups]))
+                    for shared in sharing:
+                        more = {f"schedule.{key}": value for key, value in shared.items()}
+                        there = one.replace(set=more) if more else one
+                        told = {**own, **shared}
+                        named = _named(method.title, {**inside, "PP": mesh.pp}, mesh.dp, told, beside)
+                        bubbles = pipeline.bubbles
+                        found.append(Family(there, named, grid, worth, within_s, like, bubbles, [*groups]))
     return sorted(found, key=lambda one: (one.setup.pp_degree, one.setup.tp_degree))
 
 
