@@ -18,6 +18,7 @@ from tests.helpers import slow_but
 
 STEPS: dict[str, dict[str, Any]] = {
     "layers": {"schedule": "ulysses", "seq": "64K"},
+    "layers of unequal ranks": {"schedule": "ring", "seq": "64K"},
     "micro-batches": {"schedule": "zigzag", "seq": "16K", "layers": 4, "global_batch": 8, "micro_batches": 8},
     "stages": {"schedule": "ring", "gpus": 16, "seq": "32K", "pp_degree": 4, "global_batch": 12, "micro_batches": 12},
     "shares of weights in stages": {
@@ -38,7 +39,7 @@ def setup_of(name: str) -> Setup:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+@pytest.mark.parametrize("name", slow_but({"layers", "layers of unequal ranks"}, STEPS))
 def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     setup = setup_of(name)
     few, whole = extended(setup), setup.predicted()
@@ -65,7 +66,7 @@ def test_unlike_micro_batches_are_all_played() -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+@pytest.mark.parametrize("name", slow_but({"layers", "layers of unequal ranks"}, STEPS))
 def test_another_machine_is_played_on_schedules_that_are_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all figures of a step that was built anew."""
     setup, changes = setup_of(name), {"cluster.nvlink.bytes_per_s": "*2", "cluster.gpu.launch_s": "/3"}
@@ -84,7 +85,7 @@ def test_another_machine_is_played_on_schedules_that_are_there(name: str, monkey
         few.replace(seq="128K")
 
 
-@pytest.mark.parametrize("name", slow_but({"layers"}, STEPS))
+@pytest.mark.parametrize("name", slow_but({"layers", "layers of unequal ranks"}, STEPS))
 def test_seconds_of_plays_are_told_as_their_times_are(name: str) -> None:
     steps = extended(setup_of(name)).steps
     assert steps.told(lambda one: one.trace.step_time_s) == steps.step_s

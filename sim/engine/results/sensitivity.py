@@ -7,6 +7,7 @@ is none of that: then the bound comes from plays of its own, and elasticities ar
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import combinations
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ STEP = 0.02
 _KINK = 0.03
 """Elasticities above and below today's figure that are farther apart are of two bounds."""
 IMBALANCE = "imbalance"
+BOTH = " + "
+"""Between two links that are doubled together."""
 """What bounds a step whose ranks have unequal work, beside figures of the machine."""
 TOLD = 0.01
 """Shares of a step that are worth telling."""
@@ -99,17 +102,25 @@ def bound(simulation: Simulation, told: float = TOLD) -> Bound:
         steps_s = [played_s(simulation, change) for change in changes]
     shares = [1 - one_s / step_s for one_s in steps_s]
     saves = dict(zip(alone, shares, strict=False))
-    best = max(saves, key=lambda name: saves[name])
     for pair, together in zip(pairs, shares[len(alone) :], strict=False):
         first, second = (figure.name for figure in pair)
         if together > saves[first] + saves[second] + TOLD:
-            saves[f"{first} + {second}"] = together
-            if together / 2 > saves[best]:  # equally full, so that neither helps by itself
-                best = max((first, second), key=lambda name: saves[name])
+            saves[f"{first}{BOTH}{second}"] = together
     if len(shares) > len(alone) + len(pairs):
-        even = saves[IMBALANCE] = shares[-1]
-        others = max(share for name, share in saves.items() if name not in {COMPUTE.name, HBM.name, IMBALANCE})
-        if even > max(others, (1 - even) * max(saves[COMPUTE.name], saves[HBM.name])):
+        saves[IMBALANCE] = shares[-1]
+    return bound_of(saves, told)
+
+
+def bound_of(saves: Mapping[str, float], told: float = TOLD) -> Bound:
+    """Return what bounds a step of which doubling each figure saves these shares, pairs of links behind those alone."""
+    best = max((name for name in saves if BOTH not in name and name != IMBALANCE), key=lambda name: saves[name])
+    for name, together in saves.items():
+        if BOTH in name and together / 2 > saves[best]:  # equally full, so that neither helps by itself
+            best = max(name.split(BOTH), key=lambda link: saves[link])
+    if even := saves.get(IMBALANCE, 0.0):
+        kernels = {COMPUTE.name, HBM.name}
+        others = max((share for name, share in saves.items() if name not in {*kernels, IMBALANCE}), default=0.0)
+        if even > max(others, (1 - even) * max(saves.get(name, 0.0) for name in kernels)):
             best = IMBALANCE
     named = {name: share for name, share in saves.items() if share >= told or name == best}
     return Bound(best, dict(sorted(named.items(), key=lambda item: -item[1])))

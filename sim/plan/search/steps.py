@@ -11,7 +11,7 @@ from sim.engine.intervals.interval import Interval
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
 from sim.engine.results.room import Room, room_played
-from sim.engine.results.sensitivity import IMBALANCE, TOLD, Bound, bound
+from sim.engine.results.sensitivity import IMBALANCE, Bound, bound, bound_of
 from sim.plan.search.bounds import least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
 from sim.plan.search.room import room
@@ -72,24 +72,28 @@ class Steps(NamedTuple):
 
     @property
     def bound(self) -> Bound:
-        """What bounds the step. A pipeline's savings follow from those of few micro-batches and of one more, because
-        the share of bubbles falls with their number. The saving of even stages is left out, because the head's share
-        falls with the number of layers.
+        """What bounds the step: what doubling saves in two plays says what it saves in the whole, as their times do. Of
+        a pipeline they have unlike numbers of micro-batches, because the share of bubbles falls with these; the saving
+        of even stages is left out, because the head's share falls with the number of layers. Of one stage they have
+        unlike layers, where there are such.
         """
-        whole = len(self.of_turns) == 1 and self.of_turns[0].before is None
-        if whole or self.last.checked.schedule.header.mesh.pp == 1:
+        of_last, in_stages = self.of_turns[-1], self.last.checked.schedule.header.mesh.pp > 1
+        if of_last.before and not in_stages:
+            ends, few = (of_last.before, of_last.last), of_last.few
+        elif len(self.of_turns) > 1:
+            ends, few = (self.of_turns[0].last, self.last), self.turns
+        else:
             return bound(self.last)
-        ends = self.of_turns[0].last, self.last
         first, last = (bound(one, told=0.0).saves for one in ends)
         steps_s = [one.trace.step_time_s for one in ends]
-        saved = {
-            name: self.turns.told(first[name] * steps_s[0], last[name] * steps_s[1]) / self.turns.told(*steps_s)
-            for name in last
-            if name in first and name != IMBALANCE
-        }
-        by = max((name for name in saved if "+" not in name), key=lambda name: saved[name])
-        told = {name: share for name, share in saved.items() if share >= TOLD or name == by}
-        return Bound(by, dict(sorted(told.items(), key=lambda one: -one[1])))
+        told_s = few.told(*steps_s)
+        return bound_of(
+            {
+                name: few.told(first[name] * steps_s[0], last[name] * steps_s[1]) / told_s
+                for name in last
+                if name in first and not (in_stages and name == IMBALANCE)
+            }
+        )
 
     @property
     def rests(self) -> tuple[Interval | None, Grounds]:
