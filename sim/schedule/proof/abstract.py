@@ -22,12 +22,12 @@ from sim.schedule.ir.views import Split, View
 from sim.schedule.model.ends import top
 from sim.schedule.model.scope import is_sum, kind_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
-from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, is_of_vocabulary, union
-from sim.schedule.proof.linear_rules import STATES, LinearRules
 from sim.schedule.proof.owners import check_owners
-from sim.schedule.proof.state_rules import StateRules
-from sim.schedule.proof.token_rules import TokenRules, check_positions
+from sim.schedule.proof.rules.attention import AttentionRules
+from sim.schedule.proof.rules.linear import STATES, LinearRules
+from sim.schedule.proof.rules.state import StateRules
+from sim.schedule.proof.rules.token import TokenRules, check_positions
 from sim.words.workload import ModelSpec, Workload
 
 

@@ -11,7 +11,6 @@ from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, Slices, Split, View
-from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import (
     AXIS_OF,
     FEATURES,
@@ -26,6 +25,7 @@ from sim.schedule.proof.contents import (
     volume,
     without,
 )
+from sim.schedule.proof.rules.attention import AttentionRules
 
 _CUT = ", ".join(AXIS_OF)
 

@@ -29,7 +29,7 @@ from sim.schedule.proof.abstract_memory import given_pieces
 from sim.schedule.proof.contents import Piece, Unclassed
 from sim.schedule.proof.members import moved, moving, of_all, of_member
 from sim.schedule.proof.owners import check_owners
-from sim.schedule.proof.token_rules import check_positions
+from sim.schedule.proof.rules.token import check_positions
 from sim.words.mesh import Axis
 
 Classes = Sequence[Sequence[int]]

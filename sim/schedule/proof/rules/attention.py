@@ -35,7 +35,7 @@ from sim.schedule.proof.contents import (
     spell,
 )
 from sim.schedule.proof.members import content_of_member, position, span_of_member
-from sim.schedule.proof.part_rules import has_all_heads
+from sim.schedule.proof.rules.part import has_all_heads
 from sim.words.workload import ModelSpec
 
 Local = Band | tuple[DocumentBlock, ...]

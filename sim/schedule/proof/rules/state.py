@@ -13,7 +13,6 @@ from sim.schedule.ir.shares import Share, num_elements
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
-from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import (
     OF_GROUP_TOKENS,
     TOKENS,
@@ -31,9 +30,10 @@ from sim.schedule.proof.contents import (
     union,
     volume,
 )
-from sim.schedule.proof.group_rules import of_all_heads
-from sim.schedule.proof.part_rules import num_apart
-from sim.schedule.proof.token_rules import behind
+from sim.schedule.proof.rules.attention import AttentionRules
+from sim.schedule.proof.rules.group import of_all_heads
+from sim.schedule.proof.rules.part import num_apart
+from sim.schedule.proof.rules.token import behind
 from sim.words.workload import ModelSpec, Workload
 
 

@@ -42,10 +42,10 @@ from sim.schedule.ir.ops import (
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import ROOT, equations, is_sum, kind_of, tensor_of, terms_of
-from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, TOKENS, Content, Piece, Seen, brief, meet, spell, union
-from sim.schedule.proof.group_rules import as_of_all, as_of_some, heads_of
-from sim.schedule.proof.part_rules import Part, joined, parts_of
+from sim.schedule.proof.rules.attention import AttentionRules
+from sim.schedule.proof.rules.group import as_of_all, as_of_some, heads_of
+from sim.schedule.proof.rules.part import Part, joined, parts_of
 from sim.words.workload import ModelSpec
 
 

@@ -9,7 +9,6 @@ from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.ops import Accumulate, Gemm, Rope, Scale, TokenKernel, TokenSum
 from sim.schedule.ir.tensors import Tensor
 from sim.schedule.model.scope import is_sum, tensor_of
-from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import (
     APART,
     OF_GROUP,
@@ -21,6 +20,7 @@ from sim.schedule.proof.contents import (
     differs,
     last_seen,
 )
+from sim.schedule.proof.rules.attention import AttentionRules
 
 LINEAR = (Gemm, Rope, Scale, TokenSum)
 """Kernels that are linear in each operand."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span, count_pairs
-from sim.schedule.proof.attention_rules import AttentionRules
 from sim.schedule.proof.contents import HEADS, Box, Content, Piece, Seen, brief, common, replaced, seeing, spell, union
+from sim.schedule.proof.rules.attention import AttentionRules
 
 STATES = {"state": ("k", "v"), "dstate": ("q", "dout")}
 """Sums of products of two tensors over tokens. What a state has seen are keys; its gradient has seen queries, with

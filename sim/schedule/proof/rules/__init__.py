@@ -1,0 +1,1 @@
+"""What each op does to abstract contents, by what it is about."""
