@@ -567,7 +567,8 @@ def test_code_that_a_caller_names_is_run(evil: Evil) -> None:
     """Also behind a pickle, as other processes get it."""
     setup = longstep.Setup(OwnSchedule("evil.py:build"), cluster="hgx-h100", gpus=2, scope="attention", seq="1K")
     row = {"schedule": OwnSchedule("evil.py:build"), "seq": "2K"}
-    (played,) = play(pickle.loads(pickle.dumps(Portion((0,), setup, (row,), intervals=False, bounds=False))))
+    portion = Portion((0,), setup, (row,), intervals=False, bounds=False, extend=False)
+    (played,) = play(pickle.loads(pickle.dumps(portion)))
     assert evil.was_imported.exists()
     assert played["error"] == ""
     assert type(played["schedule"]) is str

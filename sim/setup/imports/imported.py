@@ -116,7 +116,7 @@ def imported(
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.json"
     >>> _ = path.write_text('{"zero_optimization": {"stage": 2}, "sequence_parallel_size": 4}')
     >>> imported(path).setup(model="tiny", seq="8K", gpus=8).set
-    ('schedule.zero_stage=2', 'schedule.checkpoint=none')
+    ('schedule.reduce=fp32', 'schedule.zero_stage=2', 'schedule.checkpoint=none')
     """
     if not paths:
         raise InputError(f"{where}: expected a configuration file")
