@@ -86,8 +86,8 @@ def attention(schedule: str, ranks: int, heads: int = 0) -> str:
 def replicas(count: int) -> str:
     """Return the code that predicts a step of 8 layers by Ulysses on 8 GPUs, sharded over so many replicas as well."""
     return (
-        f'Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus={8 * count}, ulysses_degree=8, seq="128K", '
-        f"layers=8, batch={count}, scope='step', yes=True).predicted()"
+        f'Setup("ulysses", model="llama3-8b", cluster="hgx-h100", dp_degree={count}, ulysses_degree=8, seq="128K", '
+        'layers=8, scope="step", yes=True).predicted()'
     )
 
 
@@ -119,7 +119,7 @@ def cells() -> Iterator[Cell]:
     yield Cell("ladder", command("ladder --schedule ulysses"), 6.0)
     yield Cell("USP of 64 GPUs", command("simulate --cluster 64xH100 --seq 1M --schedule usp"))
     for schedule, asked_s in (("zigzag", 0.6), ("wlb-llm", 3.0)):
-        typed = f"simulate --scope attention --documents {LENGTHS} --schedule {schedule}"
+        typed = f"simulate --scope attention --documents {LENGTHS} --schedule {schedule} --yes"
         yield Cell(f"{NUM_DOCUMENTS} documents, {schedule}", command(typed), asked_s)
     for batch, asked_s in ((4, 1.5), (32, 5.0)):
         yield Cell(f"70B, 128 GPUs, {batch} micro-batches", *extended(OF_70B.format(batch=batch), asked_s, 0.3))
