@@ -1,7 +1,8 @@
 """What large answers cost: ``make bench LARGE=yes`` prints CPU time and memory of each, in a process of its own.
 
 A process begins with nothing but what Python has imported, and no proof that is remembered. A cell that takes long is
-run once, others several times, and the least stands. As machines differ, the same loop of Python is timed beside them.
+run once, others several times, and the least stands; one that fails or takes too long has a row that says so. As
+machines differ, the same loop of Python is timed beside them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sim.base.units import seconds
 ROUNDS = 5
 LONG_S = 20.0
 """What takes longer is run once."""
+MOST_S = 600
+"""What takes longer, on the clock, is ended."""
 LOOP = "count = 0\nfor one in range(10_000_000): count += one"
 LOOP_S = 0.5
 """What that takes on the machine that targets were set for."""
@@ -156,21 +159,34 @@ print(*at, peak)
 
 
 def spent(cell: Cell, folder: str) -> Spent:
-    """Ask a cell in a process of its own, which works in a folder; Linux tells what memory it had."""
+    """Ask a cell in a process of its own, which works in a folder; Linux tells what memory it had. Raises
+    SubprocessError where it fails, or takes longer than ``MOST_S``.
+    """
     steps = [cell.code, "at.append(time.process_time())", cell.then or "pass"]
     code = PRELUDE + "".join(f"    {one}\n" for one in steps) + ENDING
     proofs = {"LONGSTEP_PROOFS": "on"} if cell.again else {}
     environment = {**os.environ, "XDG_CACHE_HOME": folder, **proofs}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=folder, env=environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+        env=environment,
+        timeout=MOST_S,
     )
     imports_s, code_s, then_s, peak_kb = map(float, done.stdout.split())
     return Spent(imports_s, code_s - imports_s, then_s - code_s, int(1024 * peak_kb))
 
 
-def least(cell: Cell, folder: str) -> Spent:
-    """Return the least of several runs, or the only one of what takes long."""
-    first = spent(cell, folder)
+def least(cell: Cell, folder: str) -> Spent | str:
+    """Return the least of several runs, or the only one of what takes long; why there is none where it fails."""
+    try:
+        first = spent(cell, folder)
+    except subprocess.TimeoutExpired:
+        return f"over {MOST_S} s"
+    except subprocess.CalledProcessError as error:
+        return f"failed: {(error.stderr.strip() or str(error)).splitlines()[-1]}"
     if first.all_s > LONG_S:
         return first
     runs = [*([] if cell.again else [first]), *(spent(cell, folder) for _ in range(ROUNDS - 1))]
@@ -186,29 +202,31 @@ def speed() -> float:
 
 def bench_large(console: Console) -> None:
     """Ask all cells, and print what each takes beside what is asked."""
+    heads = ("answer", "from nothing", "asked", "then", "asked", "memory")
+    table = Table(*heads, title=f"CPU time, least of {ROUNDS}; of over {LONG_S:g} s once", title_justify="left")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / LENGTHS).write_text("\n".join(["128"] * NUM_DOCUMENTS))
         slower = speed()
-        title = (
-            f"CPU time, least of {ROUNDS}; once of over {LONG_S:g} s. This machine takes {slower:.2g} times as long as"
-        )
-        table = Table(
-            "answer", "from nothing", "asked", "then", "asked", "memory", title=f"{title} that of what is asked"
-        )
         for cell in cells():
             table.add_row(*_row(cell, least(cell, folder)))
         for name, (sizes, most) in FAMILIES.items():
-            of_sizes = {ranks: Cell(f"{name}, {ranks} GPUs", code, asked_s) for ranks, code, asked_s in sizes}
-            found = {ranks: least(cell, folder) for ranks, cell in of_sizes.items()}
-            for ranks, cell in of_sizes.items():
-                table.add_row(*_row(cell, found[ranks]))
-            (first, one), *_, (last, other) = found.items()
-            exponent = math.log(other.code_s / one.code_s) / math.log(last / first)
-            table.add_row(f"{name}: exponent of {first} to {last} GPUs", f"{exponent:.2f}", f"{most:g}")
+            found: dict[int, float] = {}
+            for ranks, code, asked_s in sizes:
+                cell = Cell(f"{name}, {ranks} GPUs", code, asked_s)
+                table.add_row(*_row(cell, one := least(cell, folder)))
+                if isinstance(one, Spent):
+                    found[ranks] = one.code_s
+            if len(found) > 1:
+                (first, one_s), *_, (last, other_s) = found.items()
+                exponent = math.log(other_s / one_s) / math.log(last / first)
+                table.add_row(f"{name}: exponent from {first} to {last} GPUs", f"{exponent:.2f}", f"{most:g}")
     console.print(table)
+    console.print(f"a loop of 10 M additions takes {slower:.2g} times what it took where the targets were set")
 
 
-def _row(cell: Cell, found: Spent) -> list[str]:
+def _row(cell: Cell, found: Spent | str) -> list[str]:
     asked = [seconds(one) if one else "" for one in (cell.asked_s, cell.then_asked_s)]
+    if isinstance(found, str):
+        return [cell.name, found, asked[0], "", asked[1], ""]
     then = seconds(found.then_s) if cell.then else ""
     return [cell.name, seconds(found.all_s), asked[0], then, asked[1], f"{found.peak_bytes / 1e9:.2f} GB"]

@@ -27,7 +27,7 @@ from sim.base.files import Kind, require_outputs
 from sim.base.units import FEW, digits_within, number, seconds, seconds_between, size
 from sim.compare.axes import axes_of, changed, combinations, field_of
 from sim.compare.portions import COLUMNS, PLAYED
-from sim.plan.told import Step, grounds_of, step_of
+from sim.plan.told import Step, asked_step, grounds_of
 from sim.setup.answers.places import best, shown, won
 from sim.setup.names import schedule_name
 
@@ -125,7 +125,7 @@ def _decisive(
     numbers = [one.row for one in won(found.rows, list(rows[0]), name)]
     numbers = numbers or [number for number, row in enumerate(found.rows) if not row["error"]]
     longest = max(numbers, key=lambda number: float(found[number]["step_time_s"]))
-    return step_of(changed(setup, rows[longest]), extend=extend)
+    return asked_step(changed(setup, rows[longest]), extend=extend)
 
 
 def _varied(command: Sweep) -> dict[str, str | list[str]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sim.base.errors import InputError, LongstepError
 from sim.compare.axes import changed, field_of, limits
-from sim.plan.told import Step, grounds_of, step_of
+from sim.plan.told import Step, asked_step, grounds_of
 from sim.setup.answers.rows import of_crossings
 from sim.setup.answers.table import Table
 from sim.setup.names import schedule_name
@@ -174,7 +174,7 @@ class _Along:
 def _predicted(setup: Setup, key: str, text: str, *, extend: bool) -> Step | None:
     """Return a step, None where it cannot be played or does not fit."""
     try:
-        found = step_of(changed(setup, {key: text}), extend=extend)
+        found = asked_step(changed(setup, {key: text}), extend=extend)
     except LongstepError:
         return None
     return None if found.fits is False else found

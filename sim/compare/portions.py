@@ -14,7 +14,7 @@ from sim.engine.intervals.interval import Interval
 from sim.engine.results.report import Report, report
 from sim.engine.results.room import Room
 from sim.plan.extended import Extended
-from sim.plan.told import Step, step_of
+from sim.plan.told import Step, asked_step
 from sim.setup.answers.answer import degrees, degrees_on
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
@@ -108,7 +108,7 @@ def _step(portion: Portion, row: Mapping[str, str]) -> Step:
     if cluster and _last and _last[0][:-1] == (portion.setup, beside, portion.extend):
         return _last[0].step.replace(set=cluster)
     _last.clear()
-    found = step_of(changed(portion.setup, row), extend=portion.extend)
+    found = asked_step(changed(portion.setup, row), extend=portion.extend)
     _last.append(_Last(portion.setup, beside, portion.extend, found))
     return found
 

@@ -10,7 +10,7 @@ from sim.base.errors import InputError
 from sim.compare.axes import changed, field_of
 from sim.compare.explore import Progress, explore
 from sim.compare.portions import Row
-from sim.plan.told import grounds_of, step_of
+from sim.plan.told import asked_step, grounds_of
 from sim.setup.answers.answer import Grounds, who_wins
 from sim.setup.answers.places import is_able, tied, token_s
 from sim.setup.answers.table import Table
@@ -68,7 +68,7 @@ def _grounds(
     if best is None:
         return None
     there = changed(setup.replace(**{field: best}), {key: text_of(value) for key, value in place.items()})
-    return grounds_of(step_of(there, extend=extend))
+    return grounds_of(asked_step(there, extend=extend))
 
 
 def _numbered(place: dict[str, Any]) -> dict[str, Any]:

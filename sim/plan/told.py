@@ -10,7 +10,7 @@ from sim.setup.setup import Setup
 Step = Prediction | Extended
 
 
-def step_of(setup: Setup, *, extend: bool) -> Step:
+def asked_step(setup: Setup, *, extend: bool) -> Step:
     """Return the step of a setup. Raises InputError for one that is not to be played, or not to be told by few."""
     return extended(setup) if extend else setup.predicted()
 

@@ -119,8 +119,10 @@ def _turns_told(found: Configuration, *, steady: bool) -> tuple[int, int] | None
     if found.mesh.pp == 1:
         return TURNS
     rounds = stages_of(found).rounds
-    if rounds is None or (rounds == (found.mesh.pp, 1) and not steady):
-        return rounds and TURNS
+    if rounds is None:
+        return None
+    if rounds == (found.mesh.pp, 1) and not steady:
+        return TURNS
     before, each = rounds
     return before + each, before + 2 * each
 

@@ -118,10 +118,10 @@ class KernelUse(NamedTuple):
 
 
 ELEMENTWISE = "elementwise"
+"""A kernel that passes over elements once, as one of several that another stands for."""
 SCATTERED = "scattered"
 """Marks, in a variant, a pointwise kernel of ATen in 16 bits that reads one element at a time: it casts, its operands
 lie in memory in different orders, or one is broadcast (ATen/native/cuda/CUDALoops.cuh, gpu_kernel_impl)."""
-"""A kernel that passes over elements once, as one of several that another stands for."""
 PACKS = ("pack", "pack wide")
 """What stands, in what software runs, for the copy that packs gradients before ranks sum them: in their own data type,
 or in a wider one.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.recipes.bench_large import FAMILIES, Cell, cells, command, spent
+from experiments.recipes.bench_large import FAMILIES, Cell, cells, command, least, spent
 
 
 def test_cells_are_python() -> None:
@@ -24,3 +24,9 @@ def test_a_cell_says_what_it_took(tmp_path: Path) -> None:
     assert found.all_s == found.imports_s + found.code_s
     assert 0 <= found.then_s < found.code_s
     assert 2e7 < found.peak_bytes < 2e9
+
+
+@pytest.mark.gloo
+def test_a_cell_that_fails_says_why(tmp_path: Path) -> None:
+    """And leaves the others their rows."""
+    assert least(Cell("any", "raise ValueError('not to be had')"), str(tmp_path)) == "failed: ValueError: not to be had"
