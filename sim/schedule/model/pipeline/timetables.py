@@ -221,10 +221,10 @@ def as_v(chunk: int, stages: int) -> int:
 class Rounds(NamedTuple):
     """Passes that repeat while all stages are busy, so that each further round takes as long as the one before.
 
-    That passes repeat follows from their order, from as many micro-batches a stage on as there are ways through the
-    stages (``tests/schedule/model/test_timetables.py``). Where there are two ways, waits between stages change for some
-    rounds more: from 3 a stage on each further round takes the same, within 2e-3 of a step of ZB-V over two stages,
-    within 1e-12 else (``tests/plan/test_pipelines.py``).
+    That passes repeat follows from their order (``tests/schedule/model/test_timetables.py``). Where micro-batches go
+    two ways, or chunk by chunk, waits between stages change for some rounds more. With these factors steps that were
+    tried are told within 1e-12; of looped-bfs and of ZB-V over two stages within 2e-3
+    (``tests/plan/test_pipelines.py``).
     """
 
     before: int = 1
