@@ -127,7 +127,7 @@ def _lines(path: Path) -> bytes:
 def _add(path: Path, line: bytes) -> None:
     """Add a line to the file; where it cannot be written, nothing is remembered."""
     with contextlib.suppress(OSError, InputError):
-        if not is_own(path):
+        if os.path.lexists(path) and not is_own(path):  # one that is not there yet may be another's a moment later
             path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, _OWN), "wb", buffering=0) as file:
             file.write(line)
