@@ -317,7 +317,8 @@ OF_GROUPS: dict[str, Any] = {
 }  # fmt: skip
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
-_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
+_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "rotation": "hops",
+          "sharding": "sequence",
           "halves": "slices", "accumulate": "copies", "accumulate_in": "fp32", "reduce_to": "owner",
           "reduce_by": "reduce-scatter", "sum_waits": "never", "bucket_mb": 0, "backward_prefetch": "ahead",
           "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused", "products": "apart",
