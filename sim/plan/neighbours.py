@@ -10,14 +10,13 @@ from sim.base.errors import LongstepError
 from sim.engine.intervals.extrapolated import extrapolated
 from sim.plan.search.degrees import divides
 from sim.plan.search.space import OPTIONS
-from sim.plan.search.stages import OF_PIPELINES
 from sim.schedule.model.pipeline.timetables import PIPELINES
 from sim.setup import names
 from sim.setup.answers.table import Table
 from sim.setup.configuration import Configuration
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
-from sim.words.options import OF_GROUPS, OF_STEPS
+from sim.words.options import OF_GROUPS, OF_STAGES, OF_STEPS
 
 
 class Step(NamedTuple):
@@ -77,7 +76,7 @@ def steps(setup: Setup) -> Iterator[Step]:
     found = setup.resolved()
     yield from _degrees(setup, found)
     given = {*()} if found.options is None else {*get_type_hints(type(found.options))}
-    skipped = {*(OF_STEPS if setup.scope != "step" else ()), *(OF_PIPELINES if found.mesh.pp == 1 else ())}
+    skipped = {*(OF_STEPS if setup.scope != "step" else ()), *(OF_STAGES if found.mesh.pp == 1 else ())}
     skipped |= {*OF_GROUPS} if found.mesh.tp == 1 else set()
     for name in sorted(given - skipped):
         if name == "pipeline_schedule":

@@ -40,7 +40,7 @@ from sim.setup.ranks import Degrees, mesh_of, shared_gpus, sized
 from sim.setup.stacks import stack_of
 from sim.software.software import Kernels, Software, load_software
 from sim.words.mesh import Mesh
-from sim.words.options import OF_GROUPS, OF_LAYERS, OF_STEPS
+from sim.words.options import OF_GROUPS, OF_LAYERS, OF_STAGES, OF_STEPS
 from sim.words.profile import Profile
 from sim.words.workload import BlockMask, ModelSpec
 from topology.cluster import Cluster
@@ -199,7 +199,7 @@ class Setup:
             self._mesh(entry, spec, model, self.gpus, int(self.dp_degree)),
             self._stacked(entry, overrides["schedule"], software.schedule if software else {}),
         )
-        self._require_shares(overrides["schedule"])
+        self._require_degrees(overrides["schedule"])
         workload = names.workload(
             model, self.seq, batch=self.batch, mask=self.mask, window=self.window, dtype=self.dtype, scope=self.scope,
             layers=self.layers, passes=self.passes, seed=self.seed, documents=self.documents,
@@ -364,16 +364,20 @@ class Setup:
             *given,
         ]
 
-    def _require_shares(self, given: list[tuple[str, str]]) -> None:
-        """Raise InputError for what is set of tensor parallelism where nobody says over how many ranks it is. What
-        software has of it is for where somebody does.
+    def _require_degrees(self, given: list[tuple[str, str]]) -> None:
+        """Raise InputError for what is set of tensor parallelism, or of a pipeline, where nobody says over how many
+        ranks, or of how many stages. What software has of it is for where somebody does.
         """
-        for name, value in given if isinstance(self.tp_degree, Untold) else ():
-            if name in OF_GROUPS and value.lower() != (usual := names.text_of(OF_GROUPS[name])):
-                raise InputError(
-                    f"`set` schedule.{name}={value} is of tensor parallelism, and nobody says over how many ranks: set "
-                    f"`tp_degree`, or leave it out, which is {usual}"
-                )
+        for degree, what, usual in (
+            ("tp_degree", "tensor parallelism, and nobody says over how many ranks", OF_GROUPS),
+            ("pp_degree", "a pipeline, and nobody says of how many stages", OF_STAGES),
+        ):
+            for name, value in given if isinstance(getattr(self, degree), Untold) else ():
+                if name in usual and value.lower() != (own := names.text_of(usual[name])):
+                    raise InputError(
+                        f"`set` schedule.{name}={value} is of {what}: set `{degree}`, or leave it out"
+                        + (f", which is {own}" if own else "")
+                    )
 
     def _require_types(self) -> None:
         """Raise InputError for a value of a type that its field does not take, and for a count below 1."""

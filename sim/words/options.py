@@ -323,12 +323,14 @@ OF_GROUPS: dict[str, Any] = {
 }  # fmt: skip
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
+OF_STAGES: dict[str, Any] = {"pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": ""}
+"""The same of pipelines, where there is one stage."""
+
 _LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "rotation": "hops",
           "sharding": "sequence", "halves": "slices", "accumulate": "copies", "accumulate_in": "fp32",
           "reduce_to": "owner", "reduce_by": "reduce-scatter", "sum_waits": "never", "divides": "in-sums",
           "bucket_mb": 0, "backward_prefetch": "ahead", "gather": "units", "weights": "gpu", "host_waits": "never",
-          "modules": "fused", "products": "apart", "pipeline_schedule": "1f1b", "pipeline_chunks": 1,
-          "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
+          "modules": "fused", "products": "apart", **OF_STAGES, **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_LAYERS = ("modules", "products", *OF_GROUPS)
@@ -338,7 +340,7 @@ OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "backward_prefetch", "reduce"),
     *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
     *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "sum_waits", "divides", "bucket_mb", "gather"),
-    *("host_waits", "weights", "pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
+    *("host_waits", "weights", *OF_STAGES),
 )
 
 

@@ -173,24 +173,29 @@ def test_replicas_that_do_not_fit_the_gpus_are_refused(fields: dict[str, Any], s
 
 
 @pytest.mark.parametrize(
-    ("option", "usual"),
+    ("option", "degree", "says"),
     [
-        ("tp_overlap=shards", "none"),
-        ("tp_hands=parts", "all"),
-        ("tp_sequence=false", "true"),
-        ("memory_order=sbh", "bsh"),
+        ("tp_overlap=shards", "tp_degree", "which is none"),
+        ("tp_hands=parts", "tp_degree", "which is all"),
+        ("tp_sequence=false", "tp_degree", "which is true"),
+        ("memory_order=sbh", "tp_degree", "which is bsh"),
+        ("pipeline_schedule=gpipe", "pp_degree", "which is 1f1b"),
+        ("pipeline_chunks=2", "pp_degree", "which is 1"),
+        ("pipeline_layers=16,16", "pp_degree", "or leave it out"),
     ],
 )
-def test_options_of_tensor_parallelism_are_refused_where_nobody_asks_for_it(option: str, usual: str) -> None:
+def test_options_of_degrees_are_refused_where_nobody_says_these(option: str, degree: str, says: str) -> None:
     """They would change nothing. Software may have them, for where somebody does."""
     setup = longstep.Setup("single", model="llama3-8b", cluster="hgx-h100")
     with pytest.raises(InputError) as error:
         setup.replace(set=[f"schedule.{option}"]).resolved()
-    assert f"`set` schedule.{option} is of tensor parallelism" in str(error.value)
-    assert f"set `tp_degree`, or leave it out, which is {usual}" in str(error.value)
-    key = option.partition("=")[0]
-    setup.replace(set=[f"schedule.{key}={usual}"]).resolved()
-    setup.replace(set=[f"schedule.{option}"], tp_degree=1).resolved()
+    assert f"`set` schedule.{option} is of " in str(error.value)
+    assert f"set `{degree}`, or leave it out" in str(error.value)
+    assert says in str(error.value)
+    key, usual = option.partition("=")[0], says.removeprefix("which is ")
+    if "which" in says:
+        setup.replace(set=[f"schedule.{key}={usual}"]).resolved()
+    setup.replace(set=[f"schedule.{option}"], **{degree: 1}).resolved()
     setup.replace(software="megatron").resolved()
 
 

@@ -13,7 +13,7 @@ from sim.balance.documents import planned_schedules
 from sim.base.errors import InputError
 from sim.plan.search.degrees import DEGREES, asked_stages, meshes
 from sim.plan.search.space import ANYTHING, OPTIONS, Family, Target
-from sim.plan.search.stages import OF_PIPELINES, pipelines, states
+from sim.plan.search.stages import pipelines, states
 from sim.plan.search.tensors import DECIDED, grid_of
 from sim.schedule.methods.catalog import SCHEDULES, Build, Entry
 from sim.schedule.model.adapters import adapts_mlp
@@ -22,7 +22,7 @@ from sim.setup.configuration import Configuration
 from sim.setup.global_batch import ANY, divisors, sequences_of
 from sim.setup.setup import Setup
 from sim.words.mesh import Mesh
-from sim.words.options import LayerOptions
+from sim.words.options import OF_STAGES, LayerOptions
 
 _MIXED = ("usp",)
 """Schedules that are another one of the catalog where one of their two degrees is 1."""
@@ -117,7 +117,7 @@ def _methods(
     """Yield the schedules that are tried; ``decided``: what becomes of tensors is decided one by one."""
     for schedule, ranks in _schedules(setup, gpus // setup.pp_degree // setup.tp_degree):
         entry = names.entry(schedule)
-        has = {*msgspec.to_builtins(entry.options or {})} - fixed - {*OF_PIPELINES} - {*(DECIDED if decided else ())}
+        has = {*msgspec.to_builtins(entry.options or {})} - fixed - {*OF_STAGES} - {*(DECIDED if decided else ())}
         varied = {key: values for key, values in options.items() if key in has}
         if "whole" in varied.get("mlp", ()) and adapts_mlp(setup.model_spec):
             varied["mlp"] = ("whole",)  # tiles are refused, and what the leanest configuration holds would not be known

@@ -14,12 +14,10 @@ from sim.setup import names
 from sim.setup.global_batch import divisors
 from sim.setup.setup import Setup
 from sim.words.mesh import Mesh
-from sim.words.options import LayerOptions
+from sim.words.options import OF_STAGES, LayerOptions
 
 ORDERS = ("1f1b", "interleaved", "zb-h1")
 """In which stages take micro-batches where nobody names one; the second with ``CHUNKS`` of layers a stage."""
-OF_PIPELINES = ("pipeline_schedule", "pipeline_chunks", "pipeline_layers")
-"""Options of steps that have stages."""
 CHUNKS = 2
 STATES = "1"
 """Stage of ZeRO of pipelines that is tried beside FSDP: it gathers weights and sums gradients once a step, not for
@@ -72,7 +70,7 @@ def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]
     if not hasattr(spelled.options, "pipeline_schedule"):
         yield Pipeline({})
         return
-    if fixed & {*OF_PIPELINES}:
+    if fixed & {*OF_STAGES}:
         own = _unequal(layers, pp, spelled.options.pipeline_schedule, spelled.options.pipeline_chunks)
         yield Pipeline({} if "pipeline_layers" in fixed else own)
         return
