@@ -82,7 +82,8 @@ class Steps(NamedTuple):
         """What bounds the step: what doubling saves in two plays says what it saves in the whole, as their times do. Of
         a pipeline they have unlike numbers of micro-batches, because the share of bubbles falls with these; the saving
         of even stages is left out, because the head's share falls with the number of layers. Of one stage they have
-        unlike layers, where there are such.
+        unlike layers, where there are such. Where passes of few stages tell the step, their play says it: what comes
+        once a step, as sums of gradients do, has a larger share there.
         """
         of_last, in_stages = self.of_turns[-1], self.last.checked.schedule.header.mesh.pp > 1
         if of_last.before and not in_stages:

@@ -6,7 +6,7 @@ of all.
 A pass through as many layers takes as long on any stage, so the play says all that the timetable of many has to know.
 What else a step takes, as its update does, is what the play takes beyond its own timetable. A pass takes longer beside
 messages, which are beside others in few stages: of 8 and 16 stages with chunks of 3 and 4 layers steps that were tried
-are told within 0.35 %, with chunks of one or two within 1 % (``tests/plan/test_timed.py``).
+are told within 0.35 %, with chunks of two within 1 % (``tests/plan/test_timed.py``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sim.schedule.model.pipeline.stages import LINKS, Stages
 from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
 
-STAGES = 6
-"""Stages that are played: an even number, as some orders need, and more than four, whose messages NCCL would give more
-channels than those of many stages have (``sim/engine/channels.py``)."""
+STAGES = 5
+"""Stages that are played, and another one where orders need an even number: NCCL would give messages of four stages
+more channels than those of many have (``sim/engine/channels.py``)."""
 TURNS = 2
 """Micro-batches that are played for each of these, at least: those that fill the stages, and as many in which all are
 busy."""
@@ -50,35 +50,42 @@ def few_stages(setup: Setup) -> Setup | None:
     do not, or where what else would be played is not too large.
     """
     found = setup.resolved()
-    if found.mesh.pp <= STAGES or not _stages_are_alike(found):
+    if not _stages_are_alike(found):
         return None
     last = of_played(of_turns(setup).setups[-1]).setups[-1].resolved()
     if _visits(last) <= MOST_VISITS:
         return None
     stages, mesh = stages_of(found), found.mesh
-    own = len(stages.split) // mesh.pp * STAGES
+    pp = _few(stages)
+    own = len(stages.split) // mesh.pp * pp
     split = (stages.split[0], *[stages.split[1]] * (own - 2), stages.split[-1])
     layers = {"schedule.pipeline_layers": ",".join(map(str, split))} if found.options.pipeline_layers else {}
     few = at_most(setup, _turns(stages)).spelled_out()
-    few = few.replace(pp_degree=STAGES, gpus=mesh.size // mesh.pp * STAGES, nodes=None, layers=sum(split), set=layers)
+    few = few.replace(pp_degree=pp, gpus=mesh.size // mesh.pp * pp, nodes=None, layers=sum(split), set=layers)
     return few if {*_chunks(found)} == {*_chunks(few.resolved())} else None
 
 
 def _stages_are_alike(found: Configuration) -> bool:
     """Return whether chunks between the first and the last one have as many layers each, stages are on nodes of their
-    own that are all alike, and micro-batches are more than are played.
+    own that are all alike, and there are more stages and micro-batches than are played.
     """
     stages, mesh, spec = stages_of(found), found.mesh, found.spec
     on_nodes = mesh.order[0] == "pp" and (mesh.size // mesh.pp) % spec.gpus_per_node == 0
     alike = not why_all(spec) and not spec.per_gpu and len({*stages.split[1:-1]}) == 1
     known = stages.rounds is not None and not found.workload.sequences
-    return on_nodes and alike and known and turns_of(found) > _turns(stages)
+    return on_nodes and alike and known and mesh.pp > _few(stages) and turns_of(found) > _turns(stages)
+
+
+def _few(stages: Stages) -> int:
+    """Return how many stages are played."""
+    return STAGES + STAGES % stages.copies
 
 
 def _turns(stages: Stages) -> int:
     """Return how many micro-batches are played."""
-    before, _ = stages.rounds_over(STAGES) or (0, 0)
-    return max(TURNS * STAGES, before)
+    few = _few(stages)
+    before, _ = stages.rounds_over(few) or (0, 0)
+    return max(TURNS * few, before)
 
 
 def _chunks(found: Configuration) -> list[_Chunk]:

@@ -125,8 +125,15 @@ class Stages:
 
     def chunks_of(self, stage: int) -> list[int]:
         """Return the chunks of a stage, in the order of the model."""
-        every = range(len(self.split))
-        return [number for number in every if stage in {self.stage_of(number, micro) for micro in self._ways}]
+        return self._chunks_of[stage]
+
+    @cached_property
+    def _chunks_of(self) -> list[list[int]]:
+        found = [list[int]() for _ in range(self._mesh.pp)]
+        for number in range(len(self.split)):
+            for stage in {self.stage_of(number, micro) for micro in self._ways}:
+                found[stage].append(number)
+        return found
 
     def items(self, stage: int) -> list[Item]:
         """Return what a stage does, in order."""
