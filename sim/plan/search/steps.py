@@ -56,7 +56,8 @@ class Steps(NamedTuple):
     setups: list[Setup]
     """All that were played."""
     longer: float = 1.0
-    """How many times as long the step takes as what its plays say, where passes of few stages tell of many."""
+    """How many times as long the step takes as its play, where passes of few stages tell of many. What else is told has
+    the share of the step that it has of the play: stages wait for each other for a smaller one."""
 
     def told(self, seconds: Callable[[Simulation], float]) -> float:
         """Return seconds of the whole step, such as those that ranks wait, by those of its plays."""
