@@ -148,7 +148,8 @@ class MessageCosts:
         traffic = link_traffic(op.name, ranks, nbytes, self._cluster, near)
         if isinstance(op, Barrier) or len(ranks) == 1:
             return (Latency(traffic.latency_s),)
-        least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, near), self._cluster)
+        some = None if near is None else range(near)
+        least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, some), self._cluster)
         first, *others = by_node(ranks, self._cluster)
         nodes, inside = 1 + len(others), traffic.nbytes
         if others and op.name == "all_reduce":
