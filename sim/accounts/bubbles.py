@@ -62,14 +62,14 @@ def bubbles_s(trace: Trace, header: Header) -> Times:
     (ranks,). It waits for what they hand on, and at the end for their part of sums over all stages, as the norm of
     gradients.
     """
-    of_ops, ranks = _of_ops(trace, header), pairwise(trace.ops.starts)
-    waits = [_waits(trace, *of_ops, slice(first, last)) for first, last in ranks]
+    between, ranks = _between_stages(header), pairwise(trace.ops.starts)
+    waits = [_waits(trace, between, slice(first, last)) for first, last in ranks]
     return np.array([np.sum(wait.lasts_s[wait.waits]) for wait in waits])
 
 
 def waited_s(trace: Trace, header: Header, at: int, times: Times) -> Times:
     """Return the seconds in which a rank, whose place in the trace is given, has waited so until some times."""
-    wait = _waits(trace, *_of_ops(trace, header), slice(*trace.ops.starts[at : at + 2]))
+    wait = _waits(trace, _between_stages(header), slice(*trace.ops.starts[at : at + 2]))
     waited = np.concatenate([[0.0], np.cumsum(np.where(wait.waits, wait.lasts_s, 0.0))])
     found: Times = np.interp(times, wait.at_s, waited)
     return found
@@ -85,17 +85,16 @@ class _Waits(NamedTuple):
     """Whether it does nothing but wait meanwhile."""
 
 
-def _of_ops(trace: Trace, header: Header) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which ops are between stages, and which do something else than wait."""
-    ops, over_stages = trace.ops, {one.name for one in header.communicators if _spans_stages(one, header.mesh)}
-    is_link = np.array([stream in over_stages for stream in ops.streams], bool)
-    return is_link, np.array([KINDS[kind].meta.activity != "synchronisation" for kind in ops.kinds], bool)
+def _between_stages(header: Header) -> set[str]:
+    """Return the communicators between stages."""
+    return {one.name for one in header.communicators if _spans_stages(one, header.mesh)}
 
 
-def _waits(trace: Trace, is_link: NDArray[np.bool_], works: NDArray[np.bool_], own: slice) -> _Waits:
-    """Return when a rank with some ops waits."""
+def _waits(trace: Trace, between: set[str], own: slice) -> _Waits:
+    """Return when a rank with some ops waits for those of communicators ``between`` stages."""
     posted_s, begun_s, ended_s = trace.posted_s[own], trace.begun_s[own], trace.ended_s[own]
-    waits, busy = is_link[own], works[own]
+    waits = np.array([stream in between for stream in trace.ops.streams[own]], bool)
+    busy = np.array([KINDS[kind].meta.activity != "synchronisation" for kind in trace.ops.kinds[own]], bool)
     at = np.concatenate([posted_s[waits], begun_s[waits], begun_s[busy], ended_s[busy]])
     changes = np.repeat([[1, 0], [-1, 0], [0, 1], [0, -1]], [waits.sum()] * 2 + [busy.sum()] * 2, axis=0)
     order = at.argsort(kind="stable")

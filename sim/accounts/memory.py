@@ -213,17 +213,22 @@ def _touched(fragment: Fragment) -> tuple[Integers, Integers, Booleans]:
 
 def _of_program(program: Program) -> _Columns:
     """Return the columns of a program: those of its calls, one after the other, with the numbers of their buffers."""
-    calls = [(_of_fragment(call.fragment.shared)._asdict(), np.array(call.numbers, np.int64)) for call in program.calls]
+    calls = [_of_fragment(call.fragment.shared)._asdict() for call in program.calls]
+    numbers = [call.numbers for call in program.calls]
+    number = np.fromiter(chain.from_iterable(numbers), np.int64)
+    sizes = np.fromiter(map(len, numbers), np.int64, len(numbers))
     found: dict[str, Any] = {}
     for name in _Columns._fields:
         if name in {"touched", "adopted", "inputs", "outputs"}:
-            found[name] = _joined([numbers[own[name]] for own, numbers in calls])
+            own = [of[name] for of in calls]
+            starts = np.repeat(np.cumsum(sizes) - sizes, list(map(len, own)))
+            found[name] = number[starts + _joined(own)]
         elif name in {"counts", "adopted_counts"}:
-            found[name] = _joined([own[name] for own, _ in calls])
+            found[name] = _joined([of[name] for of in calls])
         elif name == "written":
-            found[name] = _joined([own[name] for own, _ in calls]).astype(bool)
+            found[name] = _joined([of[name] for of in calls]).astype(bool)
         else:
-            found[name] = list(chain.from_iterable(own[name] for own, _ in calls))
+            found[name] = list(chain.from_iterable(of[name] for of in calls))
     return _Columns(**found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from sim.schedule.model.step import Item
 
 
 class Passes(NamedTuple):
-    """What each stage of a pipeline did, in order, in seconds of its first rank without waiting for other stages."""
+    """What each stage of a pipeline did, in order, in seconds of one of its ranks without waiting for other stages."""
 
     items: list[list[Item]]
     needs_s: list[list[float]]
@@ -36,28 +37,29 @@ def uneven(trace: Trace, schedule: Schedule) -> float | UnsetType:
     the same for all micro-batches, their mean: below 0 where their order spares more than it costs. Unset where there
     is no pipeline, where micro-batches are alike, or where the schedule does not know its passes.
     """
-    found = passes_of(trace, schedule)
+    found = passes_of(trace, schedule) if schedule.header.workload.sequences else None
     if found is None:
         return UNSET
     return (ends_s(found) - ends_s(equal(found))) / trace.step_time_s if trace.step_time_s else 0.0
 
 
-def passes_of(trace: Trace, schedule: Schedule) -> Passes | None:
-    """Return what stages did by a trace of all ranks of a schedule, which may be those that are played for others; None
-    as ``uneven`` says.
+def passes_of(trace: Trace, schedule: Schedule, *, of_last: bool = False) -> Passes | None:
+    """Return what stages did by a trace of all ranks of a schedule, which may be those that are played for others: the
+    first rank of each, or the last one, which has most work under a causal mask. None where there is no pipeline, or
+    where the schedule does not know its passes.
     """
     header = schedule.header
-    if header.mesh.pp == 1 or not header.workload.sequences:
+    if header.mesh.pp == 1:
         return None
-    ranks = [header.mesh.place(rank)["pp"] for rank in range(schedule.num_ranks)]
-    firsts = [ranks.index(stage) for stage in range(header.mesh.pp)]
-    programs = [schedule.program(rank) for rank in firsts]
+    beside = {axis: degree for axis, degree in header.mesh.degrees.items() if axis != "pp"}
+    ranks = header.mesh.at({axis: [degree - 1 if of_last else 0] for axis, degree in beside.items()})
+    programs = [schedule.program(rank) for rank in ranks]
     if not all(program.begins for program in programs):
         return None
     stages = Stages(header.mesh, header.workload, options_of(header))
     found = Passes([stages.items(stage) for stage in range(header.mesh.pp)], [], [], [])
-    times = [_times(trace, at, program) for at, program in zip(firsts, programs, strict=True)]
-    for at, of_stage in zip(firsts, times, strict=True):
+    times = [_times(trace, at, program) for at, program in zip(ranks, programs, strict=True)]
+    for at, of_stage in zip(ranks, times, strict=True):
         waited = waited_s(trace, header, at, np.array(of_stage))
         ends, needs, leaves = np.array(of_stage) - waited
         before = np.append(0.0, ends[:-1])
@@ -110,9 +112,13 @@ def ends_s(passes: Passes) -> float:
     """Return when the last pass ends: each begins behind the one before it on its stage, and behind what another chunk
     hands on to it.
     """
-    parts: dict[Item, Parts] = {}
+    parts = dict(parts_of(passes))
+    return max(stage.end for stage in played_in_parts(passes.items, parts.__getitem__))
+
+
+def parts_of(passes: Passes) -> Iterator[tuple[Item, Parts]]:
+    """Yield the passes of all stages with their parts."""
     for items, *times in zip(*passes, strict=True):
         for item, needs, leaves, took in zip(items, *times, strict=True):
             through = max(leaves - needs, 0.0)
-            parts[item] = Parts(needs, through, took - needs - through)
-    return max(stage.end for stage in played_in_parts(passes.items, parts.__getitem__))
+            yield item, Parts(needs, through, took - needs - through)

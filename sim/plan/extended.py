@@ -2,7 +2,8 @@
 
     few of both, one more of each ── what the last of these adds ── as often as there are further ones
 
-That each further layer and micro-batch adds the same is what ``sim.plan.search.few`` says, with how near it comes.
+That each further layer and micro-batch adds the same is what ``sim.plan.search.few`` says, with how near it comes. Of
+a pipeline of many stages that is too large for that, few stages are played as well (``sim.plan.search.timed``).
 """
 
 from __future__ import annotations
@@ -205,6 +206,10 @@ def _has_room_of(found: Configuration, other: Configuration) -> bool:
 
 def _played(whole: Configuration, some: list[Configuration]) -> str:
     """Return what of a step was played."""
+    last = some[-1]
+    if last.mesh.pp < whole.mesh.pp:
+        stages = f"{last.mesh.pp} of {whole.mesh.pp} stages"
+        return f"told by passes of {stages}, and {turns_of(last)} of {turns_of(whole)} micro-batches"
     layers = sorted({one.workload.layers for one in some})
     turns = sorted({turns_of(one) for one in some})
     parts = []

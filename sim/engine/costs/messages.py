@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -47,6 +47,8 @@ class MessageCosts:
         """By what it passes, bytes, spread and channels of a message."""
         self._counted: dict[int, tuple[tuple[int, ...], Counter[int]]] = {}
         self._collective_cache: dict[tuple[type, tuple[int, ...], int], Activity] = {}
+        self._like_groups: dict[Hashable, tuple[tuple[int, ...], Activity]] = {}
+        """By kind, bytes and places in nodes of a collective its first group, of those ranks that are played."""
         self._peer = cache(partial(peer_of, cluster.spec))
 
     def transfer(self, source: int, target: int, nbytes: int, group: tuple[int, ...]) -> Activity:
@@ -130,25 +132,62 @@ class MessageCosts:
         key = (type(op), ranks, nbytes)
         if key not in self._collective_cache:
             own = ranks if played is None else tuple([rank for rank in ranks if rank < played])
-            near = None if len(own) == len(ranks) else played
-            traffic = link_traffic(op.name, ranks, nbytes, self._cluster, near)
-            if isinstance(op, Barrier) or len(ranks) == 1:
-                self._collective_cache[key] = (Latency(traffic.latency_s),)
-            else:
-                some = None if near is None else range(near)
-                least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, some), self._cluster)
-                first, *others = by_node(ranks, self._cluster)
-                nodes, inside = 1 + len(others), traffic.nbytes
-                if others and op.name == "all_reduce":
-                    inside = link_traffic(op.name, tuple(first), nbytes, self._cluster).nbytes
-                by = algorithm(op.name, self._cluster)
-                if by == "fastest" or traffic == usual_traffic(op.name, ranks, nbytes, self._cluster, near):
-                    by = ""
-                spread = Spread(nodes, len(ranks) / nodes)
-                moving = Moving(op.name, own, len(ranks), spread, *traffic, least_s, inside, by)
-                activity = self._moving.activity(moving)
-                self._collective_cache[key] = activity if near is None else self._of_played(activity, own)
+            places = (type(op), nbytes, self._places(ranks, own))
+            first, like = self._like_groups.get(places, (own, None)) if self._alike else (own, None)
+            found = like and self._of_places(like, dict(zip(first, own, strict=True)))
+            if found is None:
+                found = self._find_collective(op, ranks, nbytes, own, None if len(own) == len(ranks) else played)
+                self._like_groups.setdefault(places, (own, found))
+            self._collective_cache[key] = found
         return self._collective_cache[key]
+
+    def _find_collective(
+        self, op: Collective, ranks: tuple[int, ...], nbytes: int, own: tuple[int, ...], near: int | None
+    ) -> Activity:
+        """Return the activity of a collective of which ``own`` ranks are played; ``near`` as of ``link_traffic``."""
+        traffic = link_traffic(op.name, ranks, nbytes, self._cluster, near)
+        if isinstance(op, Barrier) or len(ranks) == 1:
+            return (Latency(traffic.latency_s),)
+        some = None if near is None else range(near)
+        least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, some), self._cluster)
+        first, *others = by_node(ranks, self._cluster)
+        nodes, inside = 1 + len(others), traffic.nbytes
+        if others and op.name == "all_reduce":
+            inside = link_traffic(op.name, tuple(first), nbytes, self._cluster).nbytes
+        by = algorithm(op.name, self._cluster)
+        if by == "fastest" or traffic == usual_traffic(op.name, ranks, nbytes, self._cluster, near):
+            by = ""
+        moving = Moving(op.name, own, len(ranks), Spread(nodes, len(ranks) / nodes), *traffic, least_s, inside, by)
+        activity = self._moving.activity(moving)
+        return activity if near is None else self._of_played(activity, own)
+
+    def _places(self, ranks: tuple[int, ...], own: tuple[int, ...]) -> Hashable:
+        """Return the places of ranks in their nodes, which are counted in their order, and which of them are played."""
+        devices, per_node = [self._cluster.devices[rank] for rank in ranks], self._cluster.spec.gpus_per_node
+        counted = {node: number for number, node in enumerate(sorted({one.node for one in devices}))}
+        played = {*own}
+        return tuple(
+            [(counted[one.node], one.number % per_node, rank in played)
+             for one, rank in zip(devices, ranks, strict=True)]
+        )  # fmt: skip
+
+    def _of_places(self, activity: Activity, other: Mapping[int, int]) -> Activity | None:
+        """Return an activity of some ranks as it is of others in places like theirs; None where it occupies more than
+        their links and memories.
+        """
+        *before, last = activity
+        if not isinstance(last, Flow):
+            return activity
+        pairs = [(self._occupied_by(one), self._occupied_by(another)) for one, another in other.items()]
+        to = {here: there for own, theirs in pairs for here, there in zip(own, theirs, strict=True)}
+        if any(resource not in to for resource, _ in last.demands):
+            return None
+        demands = tuple(sorted([(to[resource], amount) for resource, amount in last.demands]))
+        return (*before, last._replace(demands=demands))
+
+    def _occupied_by(self, rank: int) -> list[int]:
+        """Return the links and the memory of a rank; those of ranks in like places in the same order."""
+        return [*self._cluster.links_of(rank), self._cluster.devices[rank].hbm]
 
     def _of_played(self, activity: Activity, own: tuple[int, ...]) -> Activity:
         """Return an activity without links of ranks that are not played: nothing else loads these as it loads others,

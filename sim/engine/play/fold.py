@@ -78,7 +78,7 @@ def fold(checked: Checked, cluster: Cluster, *, members: bool = True) -> Fold:
     alike = {axis: places for axis, places in roles(checked.schedule).items() if len(set(places)) < len(places)}
     if not members:
         alike.pop("tp", None)
-    if alike and (why := _why_all(cluster.spec)):
+    if alike and (why := why_all(cluster.spec)):
         notes = (f"all {mesh.dp} replicas were played: {why}",) if "dp" in alike else ()
         return Fold(checked, cluster, notes=notes)
     if "dp" in alike:
@@ -93,7 +93,7 @@ def fold(checked: Checked, cluster: Cluster, *, members: bool = True) -> Fold:
 
 def folds_members(spec: ClusterSpec) -> bool:
     """Return whether a machine lets equal members of a tensor-parallel group be played as one."""
-    return spec.has_links_apart and not _why_all(spec)
+    return spec.has_links_apart and not why_all(spec)
 
 
 def _mesh(checked: Checked) -> Mesh:
@@ -104,7 +104,7 @@ def _places(played: Played) -> dict[Axis, list[int]]:
     return {axis: sorted(of) for axis, of in played.items()}
 
 
-def _why_all(spec: ClusterSpec) -> str:
+def why_all(spec: ClusterSpec) -> str:
     """Return why all ranks are played on a cluster, empty where they need not."""
     if spec.gpu.kind == "cpu":
         return "those on a host share its cores"

@@ -63,6 +63,9 @@ class Jitter(NamedTuple):
     """Whether every rank draws for itself; then all are played."""
     seeds: int = 1
     """How many seeds are played, from ``seed`` on; odd, since the median of their steps is what counts."""
+    among: int = 0
+    """Of how many GPUs the slowest one is as slow as all are without noise, where it is not of those of the schedule:
+    of a larger step that this one stands for."""
 
     def each(self) -> list[Jitter]:
         """Return the noise of each seed; without noise one is as good as many."""
@@ -108,7 +111,7 @@ class Jitter(NamedTuple):
         schedule = folded.checked.schedule
         num_ranks = schedule.num_ranks
         if not self.share:
-            return np.full(num_ranks, _slowest(0.5, len(folded.of_all([0.0] * num_ranks))))
+            return np.full(num_ranks, _slowest(0.5, self.among or len(folded.of_all([0.0] * num_ranks))))
         roles = [rank if self.per_rank else schedule.role(rank) for rank in range(num_ranks)]
         among = 1 if self.per_rank else schedule.whole.header.mesh.dp
         drawn = {role: _slowest(np.random.default_rng([self.seed, role, 1]).random(), among) for role in set(roles)}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.extrapolated import decisive
 from sim.engine.intervals.interval import Interval
+from sim.engine.play.jitter import STEADY
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
 from sim.engine.results.room import Room, room_played
@@ -15,6 +16,7 @@ from sim.engine.results.sensitivity import IMBALANCE, Bound, bound, bound_of
 from sim.plan.search.bounds import least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
 from sim.plan.search.room import room
+from sim.plan.search.timed import few_stages, told_by_passes
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import Grounds, grounds_of
 from sim.setup.configuration import Configuration
@@ -53,9 +55,15 @@ class Steps(NamedTuple):
     """By number of micro-batches."""
     setups: list[Setup]
     """All that were played."""
+    longer: float = 1.0
+    """How many times as long the step takes as its play, where passes of few stages tell of many. What else is told has
+    the share of the step that it has of the play: stages wait for each other for a smaller one."""
 
     def told(self, seconds: Callable[[Simulation], float]) -> float:
         """Return seconds of the whole step, such as those that ranks wait, by those of its plays."""
+        return self.longer * self._told(seconds)
+
+    def _told(self, seconds: Callable[[Simulation], float]) -> float:
         few = [one.told(seconds) for one in self.of_turns]
         return self.turns.told(*few) if len(few) > 1 else few[0]
 
@@ -75,15 +83,19 @@ class Steps(NamedTuple):
         """What bounds the step: what doubling saves in two plays says what it saves in the whole, as their times do. Of
         a pipeline they have unlike numbers of micro-batches, because the share of bubbles falls with these; the saving
         of even stages is left out, because the head's share falls with the number of layers. Of one stage they have
-        unlike layers, where there are such.
+        unlike layers, where there are such. Where passes of few stages tell the step, their play says it: what comes
+        once a step, as sums of gradients do, has a larger share there.
         """
         of_last, in_stages = self.of_turns[-1], self.last.checked.schedule.header.mesh.pp > 1
         if of_last.before and not in_stages:
             ends, few = (of_last.before, of_last.last), of_last.few
         elif len(self.of_turns) > 1:
             ends, few = (self.of_turns[0].last, self.last), self.turns
-        else:
+        elif self.longer == 1.0:
             return bound(self.last)
+        else:
+            saves = bound(self.last).saves
+            return bound_of({name: share for name, share in saves.items() if name != IMBALANCE})
         first, last = (bound(one, told=0.0).saves for one in ends)
         steps_s = [one.trace.step_time_s for one in ends]
         told_s = few.told(*steps_s)
@@ -120,12 +132,22 @@ def steps_of(setup: Setup, some: tuple[int, int] = PLAYED, like: Steps | None = 
     """Return the step of a setup by plays of few layers and micro-batches. Schedules that it shares with the step
     ``like`` are not built again.
     """
-    few, known = of_turns(setup), like.built if like else []
+    known = like.built if like else []
+    if some_stages := few_stages(setup):
+        return _by_passes(setup, some_stages, known)
+    few = of_turns(setup)
     of_layers = [of_played(one, some) for one in few.setups]
     found = [_steps_of_layers(one, known) for one in of_layers]
     steps_s = [one.step_s for one in found]
     step_s = few.told(*steps_s) if len(steps_s) > 1 else steps_s[0]
     return Steps(step_s, few, found, [setup for one in of_layers for setup in one.setups])
+
+
+def _by_passes(setup: Setup, some: Setup, known: list[_Built]) -> Steps:
+    """Return the step of a setup by the passes of ``some`` of its stages."""
+    play = _simulation(some, known, among=setup.resolved().mesh.size)
+    played_s, step_s, alone = play.trace.step_time_s, told_by_passes(setup, some, play), Few([some])
+    return Steps(step_s, alone, [_OfLayers(played_s, play, None, alone)], [some], step_s / played_s)
 
 
 def _steps_of_layers(few: Few, known: list[_Built]) -> _OfLayers:
@@ -144,10 +166,12 @@ class _Built(NamedTuple):
 
 
 @garbage_collection_off()
-def _simulation(setup: Setup, known: list[_Built]) -> Simulation:
+def _simulation(setup: Setup, known: list[_Built], among: int = 0) -> Simulation:
+    """Return a play without noise; GPUs are as slow as the slowest ``among`` so many."""
     found = setup.resolved()
     checked = next((one.checked for one in known if found.has_schedule_of(one.configuration)), None)
-    return simulate(checked or Checked(found.built()), found.cluster, found.profile, engine=found.engine)
+    steady = STEADY._replace(among=among)
+    return simulate(checked or Checked(found.built()), found.cluster, found.profile, steady, engine=found.engine)
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:
@@ -160,7 +184,8 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
     if (header.workload.layers, header.workload.batch) == (whole.workload.layers, whole.workload.batch):
         return room_played(header, last.fold, whole.allocator)
     few = room_played(header, last.fold, None)
-    if few.limits == least_room(of_played(of_turns(setup).setups[-1]).setups[-1].resolved()).limits:
+    played = few_stages(setup) or of_played(of_turns(setup).setups[-1]).setups[-1]
+    if few.limits == least_room(played.resolved()).limits:
         return least_room(whole) if whole.allocator is None else reserved_room(setup)
     return room(whole)
 

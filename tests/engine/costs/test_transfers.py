@@ -201,3 +201,20 @@ def test_a_message_costs_what_it_costs_alone(name: str) -> None:
             if source != target:
                 alone = CostModel(cluster, profile).transfer(source, target, 2**20, ranks)
                 assert together.transfer(source, target, 2**20, ranks) == alone
+
+
+@pytest.mark.parametrize("name", ["hgx-h100", "a100-pcie", "dgx-a100"])
+def test_a_collective_costs_what_it_costs_alone(name: str) -> None:
+    """Collectives of groups in like places are costed once; where only those of the first node are played, too."""
+    spec = load_cluster(name)
+    cluster = Cluster(msgspec.structs.replace(spec, nodes=4 if spec.nic else 1))
+    profile = load_profile(spec.profile) if spec.profile else None
+    together, per_node, count = CostModel(cluster, profile), spec.gpus_per_node, len(cluster.devices)
+    groups = [tuple(range(first, first + size)) for size in (2, per_node) for first in range(0, count, size)]
+    across = [tuple(range(place, count, per_node)) for place in range(per_node)] if spec.nic else []
+    groups += [*across, (1, 0), (per_node + 1, per_node), (0, per_node, 1), (2 * per_node, 0, 1)] if spec.nic else []
+    for op in COLLECTIVES.values():
+        for group in groups:
+            played = per_node if group in across else None
+            alone = CostModel(cluster, profile).collective(op, group, 2**20, played)
+            assert together.collective(op, group, 2**20, played) == alone, (op.name, group)

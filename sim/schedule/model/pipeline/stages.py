@@ -105,9 +105,13 @@ class Stages:
         """How many micro-batches there are before rounds of passes repeat, and how many each further round has; None
         where rounds do not repeat, or are not whole.
         """
-        rounds = self._pipeline.rounds
-        before, each = rounds.of(self._mesh.pp) if rounds else (0, 0)
+        before, each = self.rounds_over(self._mesh.pp) or (0, 0)
         return None if not each or self._options.micro_batches % each else (before, each)
+
+    def rounds_over(self, stages: int) -> tuple[int, int] | None:
+        """Return the same of another number of stages, whole or not."""
+        rounds = self._pipeline.rounds
+        return rounds.of(stages) if rounds else None
 
     @property
     def _ways(self) -> range:
@@ -121,8 +125,15 @@ class Stages:
 
     def chunks_of(self, stage: int) -> list[int]:
         """Return the chunks of a stage, in the order of the model."""
-        every = range(len(self.split))
-        return [number for number in every if stage in {self.stage_of(number, micro) for micro in self._ways}]
+        return self._chunks_of[stage]
+
+    @cached_property
+    def _chunks_of(self) -> list[list[int]]:
+        found = [list[int]() for _ in range(self._mesh.pp)]
+        for number in range(len(self.split)):
+            for stage in {self.stage_of(number, micro) for micro in self._ways}:
+                found[stage].append(number)
+        return found
 
     def items(self, stage: int) -> list[Item]:
         """Return what a stage does, in order."""
