@@ -17,6 +17,7 @@ import numpy as np
 
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges
 from sim.schedule.ir.declare import rebound
+from sim.schedule.ir.exchanges import Exchanges, exchanges_of
 from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
@@ -131,6 +132,17 @@ class Fragment:
         """Which of its ops are communication."""
         forms, which, _ = self.formed
         return np.flatnonzero(np.array([isinstance(form.op, Communication) for form in forms], bool)[which]).tolist()
+
+    @cached_property
+    def exchanges(self) -> Exchanges:
+        """Its Exchanges by their kinds."""
+        return self.alike.exchanges if self.alike else exchanges_of(self.ops, self.formed)
+
+    @cached_property
+    def collectives(self) -> list[int]:
+        """Which of its ops are collectives."""
+        exchanges = set(self.exchanges.at.tolist())
+        return [at for at in self.communication if at not in exchanges]
 
     @cached_property
     def digest(self) -> bytes:
