@@ -106,8 +106,10 @@ class Program:
         return tuple(chain.from_iterable(call.buffers for call in self.calls))
 
     @cached_property
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> Sequence[Op]:
         """All ops, in the order of their issue."""
+        if len(self.calls) == 1 and self.calls[0].ops is self.calls[0].fragment.ops:
+            return self.calls[0].fragment.ops
         return tuple(chain.from_iterable(call.ops for call in self.calls))
 
     @cached_property

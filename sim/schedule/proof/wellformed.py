@@ -31,7 +31,7 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     """
     header = schedule.header
     workload, streams = header.workload, _streams_of(schedule).get(program.rank, {*ops.STREAMS})
-    for buffer in program.buffers:  # of which an op or a port need not use each
+    for buffer in dict.fromkeys(program.buffers):  # of which an op or a port need not use each
         if len(buffer.dims) != len(buffer.shape) or min(buffer.shape, default=1) < 0:
             raise ScheduleError(
                 f"rank {program.rank} buffer {buffer.name!r} has dims {buffer.dims!r} and shape {buffer.shape}: a size "
