@@ -188,6 +188,8 @@ class Written:
 
     def again(self, place: Again) -> None:
         """Append the ops of a stretch."""
+        if not place.bound.stretch.ops:
+            return
         self._end()
         self._places.append(place)
         self._count += len(place.bound.stretch.ops)
@@ -212,9 +214,8 @@ def peers_of(op: Op) -> list[int]:
 
 
 def _start(label: str, end: str) -> str | None:
-    """Return what a label begins with if it ends like this, behind a space where there is more."""
-    start = label.removesuffix(end)
-    return start if start != label and (not start or start.endswith(" ")) else None
+    """Return what a label begins with if it ends like this."""
+    return label.removesuffix(end) if label.endswith(end) else None
 
 
 def with_peers(op: Op, peer: Callable[[int], int]) -> Op:

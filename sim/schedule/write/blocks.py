@@ -8,7 +8,7 @@ mask keeps of all of them, one kernel does it, without the rows and columns that
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -54,6 +54,11 @@ class Block(NamedTuple):
     def kept(self) -> dict[str, Any]:
         """What is kept of the rows and columns, by fields of ops."""
         return {"band": self.band, "documents": self.documents or UNSET, "sparse": self.sparse or UNSET}
+
+
+def keys_of(some: Iterable[Block]) -> Hashable:
+    """Return what tells lists of blocks apart."""
+    return tuple([block.key for block in some])
 
 
 @lru_cache(maxsize=65536)

@@ -230,23 +230,24 @@ class ProgramBuilder:
 
     def again(
         self, key: Hashable, views: Sequence[View], label: str, write: Callable[[], None], peers: tuple[int, ...] = ()
-    ) -> None:
+    ) -> bool:
         """Write what ``write`` does, which adds buffers and ops on these views and on buffers of its own, and sends to
         these peers: once for all stretches with the same key, pass and sequences whose views are the same, of buffers
-        that are alike. So it may depend on nothing else but the label, and on that in ends of labels only.
+        that are alike. So it may depend on nothing else but the label, and on that in ends of labels only. Return
+        whether it was run.
         """
         if self._stretches is None or self._writes_stretch:
             write()
-            return
+            return True
         asked = key, self.part, self.batch, peers, *map(id, views)
-        first, written = len(self._buffers), self._writing.ops
-        if asked in self._stretched:
-            bound, _ = self._stretched[asked]
-            self._buffers += bound.stretch.buffers
-        else:
-            bound = self._stretch(self._stretches, key, views, label, write, peers)
-            self._stretched[asked] = bound, views
-        written.again(Again(bound, label, first))
+        first, found, is_new = len(self._buffers), self._stretched.get(asked), False
+        if found is None:
+            bound, is_new = self._stretch(self._stretches, key, views, label, write, peers)
+            found = self._stretched[asked] = bound, views
+        if not is_new:
+            self._buffers += found[0].stretch.buffers
+        self._writing.ops.again(Again(found[0], label, first))
+        return is_new
 
     def _stretch(
         self,
@@ -256,8 +257,8 @@ class ProgramBuilder:
         label: str,
         write: Callable[[], None],
         peers: tuple[int, ...],
-    ) -> Bound:
-        """Return what is written again, and add its buffers; see ``again``."""
+    ) -> tuple[Bound, bool]:
+        """Return what is to be written, and whether it was run for that, which added its buffers; see ``again``."""
         buffers, writing, first = self._buffers, self._writing, len(self._buffers)
         place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in views]))}
         lie = tuple([(place[view.buffer], view.slices) for view in views])
@@ -265,14 +266,13 @@ class ProgramBuilder:
         shape = (key, self.part, self.batch, lie, *others)
         stretch = known.of(shape)
         if stretch is not None:
-            buffers += stretch.buffers
-            return Bound(stretch, tuple(place), peers)
+            return Bound(stretch, tuple(place), peers), False
         written, writing.ops, self._writes_stretch = writing.ops, Written(), True
         write()
         stretch = Stretch.of(writing.ops.ops, label, tuple(place), first, buffers[first:], peers)
         writing.ops, self._writes_stretch = written, False
         known.add(shape, stretch)
-        return Bound(stretch, tuple(place), peers)
+        return Bound(stretch, tuple(place), peers), True
 
     # Buffers
 

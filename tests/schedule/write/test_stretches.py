@@ -62,8 +62,9 @@ def test_ops_of_stretches_are_a_sequence() -> None:
         ops[len(ops)]
 
 
-def _anew(_: ProgramBuilder, key: object, views: object, label: str, write: Callable[[], None], *peers: object) -> None:
+def _anew(_: ProgramBuilder, key: object, views: object, label: str, write: Callable[[], None], *peers: object) -> bool:
     write()
+    return True
 
 
 def _schedule(name: str, mask: str) -> Schedule:
