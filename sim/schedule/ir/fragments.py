@@ -129,7 +129,11 @@ class Fragment:
         """(buffers, 2 * DIMS): the edges of its own buffers; raises OverflowError where one has more dimensions."""
         if self.alike:
             return self.alike.boxes
-        return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
+        known: dict[Buffer, int] = {}
+        which = [known.setdefault(one, len(known)) for one in self.own]
+        rows = np.array([edges((0, extent) for extent in one.shape) for one in known], INT).reshape(-1, 2 * DIMS)
+        found: Array = rows[which] if which else rows
+        return found
 
     @cached_property
     def communication(self) -> list[int]:

@@ -133,7 +133,7 @@ class Stretched(Sequence[Op]):
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
-            return tuple(self)[at]
+            return tuple([self[index] for index in range(*at.indices(len(self)))])
         index = at + len(self) if at < 0 else at
         if not 0 <= index < len(self):
             raise IndexError(at)
