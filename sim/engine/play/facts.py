@@ -12,6 +12,7 @@ from sim.base.kept import kept
 from sim.schedule.derive.kernels import KernelUse, use_of
 from sim.schedule.derive.matching import Key
 from sim.schedule.ir import ops
+from sim.schedule.ir.exchanges import Exchanges
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.program import Program, alone
@@ -119,31 +120,42 @@ def facts_of(fragment: Fragment) -> Facts:
         rows.append((of_form.kind, streams.number(op.stream, op.stream), issued, used, copied))
         communicates = isinstance(op, ops.Communication)
         over.append(communicators.number(op.communicator, op.communicator) if communicates else -1)
-    sides: list[tuple[int, ...]] = []
-    exchanges: list[tuple[int, ...]] = []
     collectives: list[tuple[int, ...]] = []
-    numbers = which.tolist()
-    known: dict[tuple[int, ...], tuple[list[tuple[int, int, int]], tuple[int, int]]] = {}
-    """By the numbers of a form and of peers."""
-    for index in fragment.communication:
-        op, number = fragment.ops[index], numbers[index]
-        of_form = of_forms[number]
-        if isinstance(op, ops.Exchange):
-            alike = number, *[peer for peer, _ in op.sends], *[peer for peer, _ in op.recvs]
-            if alike not in known:
-                known[alike] = _met(op, of_form)
-            met, largest = known[alike]
-            written = op.by_copies is True
-            sides += [(index, over[number], *side, written) for side in met]
-            exchanges.append((index, over[number], *largest))
-        elif isinstance(op, ops.Collective):
-            collectives.append((index, over[number], kinds.number(type(op), op), of_form.part))
+    for index in fragment.collectives:
+        op, number = fragment.ops[index], which[index]
+        assert isinstance(op, ops.Collective)
+        collectives.append((index, over[number], kinds.number(type(op), op), of_forms[number].part))
+    sides, exchanges = _exchanged(fragment, of_forms, over)
     kind, stream, issue, use, copy = np.array(rows, INT).reshape(-1, 5)[which].T
     return Facts(
         kind, streams.found, stream, issues.found, issue, uses.found, use, copies.found, copy,
-        np.array(sides, SIDE), np.array(exchanges, EXCHANGE_ROW), np.array(collectives, COLLECTIVE_ROW),
+        sides, exchanges, np.array(collectives, COLLECTIVE_ROW),
         communicators.found, kinds.found,
     )  # fmt: skip
+
+
+def _exchanged(fragment: Fragment, of_forms: Sequence[_OfForm], over: Sequence[int]) -> tuple[Array, Array]:
+    """Return the rows of messages and those of Exchanges; ``over`` are communicators by the numbers of forms."""
+    exchanges, which = fragment.exchanges, fragment.formed.which
+    sides: list[list[tuple[int, ...]]] = []
+    rows: list[list[tuple[int, ...]]] = []
+    for at in exchanges.first:
+        op, number = fragment.ops[at], which[at]
+        assert isinstance(op, ops.Exchange)
+        met, largest = _met(op, of_forms[number])
+        sides.append([(over[number], *side, op.by_copies is True) for side in met])
+        rows.append([(over[number], *largest)])
+    return _rows(exchanges, sides, SIDE), _rows(exchanges, rows, EXCHANGE_ROW)
+
+
+def _rows(exchanges: Exchanges, of_kinds: Sequence[Sequence[tuple[int, ...]]], dtype: np.dtype[Any]) -> Array:
+    """Return rows that are said by kind, once for each Exchange, behind the number of its op."""
+    names = dtype.names or ()
+    at, columns = exchanges.each(of_kinds, len(names) - 1)
+    found = np.empty(len(at), dtype)
+    for name, column in zip(names, (at, *columns.T), strict=True):
+        found[name] = column
+    return found
 
 
 def _met(op: ops.Exchange, of_form: _OfForm) -> tuple[list[tuple[int, int, int]], tuple[int, int]]:

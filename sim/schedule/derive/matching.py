@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import NamedTuple, assert_never
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, assert_never
+
+import numpy as np
 
 from sim.base.errors import ScheduleError
 from sim.base.kept import kept
 from sim.schedule.derive.replicas import num_alike, whole_group
 from sim.schedule.ir import ops
+from sim.schedule.ir.exchanges import Ints
 from sim.schedule.ir.forms import Form
+from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.program import Schedule, alone
 from sim.schedule.ir.views import Split, View
 from sim.words.workload import Dtype
@@ -35,49 +40,43 @@ class Group(NamedTuple):
     members: tuple[Key, ...]
 
 
-class Matching(NamedTuple):
+class Matching:
     """All communication of a schedule."""
 
-    transfers: list[Transfer]
-    groups: list[Group]
-    transfers_of: dict[Key, list[int]]
-    """Per Exchange the transfers that it takes part in: its sends, then its receives, each by the peer's number."""
-    group_of: dict[Key, int]
+    def __init__(self, transfers: Sequence[Transfer], groups: list[Group]) -> None:
+        self.transfers = transfers
+        self.groups = groups
+
+    @cached_property
+    def transfers_of(self) -> dict[Key, list[int]]:
+        """Per Exchange the transfers that it takes part in: its sends, then its receives, each by the peer's number."""
+        found: dict[Key, list[int]] = defaultdict(list)
+        for number, transfer in enumerate(self.transfers):
+            found[transfer.source].append(number)
+        for number, transfer in enumerate(self.transfers):
+            found[transfer.target].append(number)
+        return dict(found)
+
+    @cached_property
+    def group_of(self) -> dict[Key, int]:
+        """Per collective of a rank the number of its group."""
+        return {key: number for number, group in enumerate(self.groups) for key in group.members}
 
 
 def match(schedule: Schedule) -> Matching:
     """Return what belongs together; raises ScheduleError where a side is missing or does not fit the other."""
-    sends: dict[tuple[str, int, int], list[_Side]] = defaultdict(list)
-    recvs: dict[tuple[str, int, int], list[_Side]] = defaultdict(list)
+    sides = _Channels(schedule)
     calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for program in schedule.programs:
-        rank, groups_of = program.rank, _Groups(schedule, program.rank)
-        forms, which, _ = program.formed
-        tensors, numbers = list(map(_tensors, forms)), which.tolist()
-        for index, op in program.communication:
-            if isinstance(op, ops.Exchange):
-                group, members = groups_of[op.communicator]
-                key, (given, taken) = (rank, index), tensors[numbers[index]]
-                sides = _sides_of(key, op.sends, given), _sides_of(key, op.recvs, taken)
-                if not (members.issuperset(sides[0]) and members.issuperset(sides[1])):
-                    peer = next(peer for peer, _ in (*op.sends, *op.recvs) if peer not in members)
-                    named = f"{describe(schedule, key)} names rank {peer}"
-                    raise ScheduleError(f"{named}, which is not in its group {group}")
-                for peer, side in sides[0].items():
-                    sends[op.communicator, rank, peer].append(side)
-                for peer, side in sides[1].items():
-                    recvs[op.communicator, peer, rank].append(side)
-            elif isinstance(op, ops.Collective):
-                calls[op.communicator, groups_of[op.communicator][0]][rank].append(index)
-    transfers = list(_transfers(schedule, sends, recvs))
-    groups = list(_groups(schedule, calls))
-    transfers_of: dict[Key, list[int]] = defaultdict(list)
-    for number, transfer in enumerate(transfers):
-        transfers_of[transfer.source].append(number)
-    for number, transfer in enumerate(transfers):
-        transfers_of[transfer.target].append(number)
-    group_of = {key: number for number, group in enumerate(groups) for key in group.members}
-    return Matching(transfers, groups, dict(transfers_of), group_of)
+        groups_of, begin = _Groups(schedule, program.rank), 0
+        for fragment, *_ in program.calls:
+            sides.add(program.rank, begin, fragment, groups_of)
+            for at in fragment.collectives:
+                op = fragment.ops[at]
+                assert isinstance(op, ops.Collective)
+                calls[op.communicator, groups_of[op.communicator][0]][program.rank].append(begin + at)
+            begin += len(fragment.ops)
+    return Matching(sides.met(), list(_groups(schedule, calls)))
 
 
 class _Groups(dict[str, tuple[tuple[int, ...], frozenset[int]]]):
@@ -120,47 +119,163 @@ def _tensors(form: Form) -> tuple[list[_Tensor], list[_Tensor]]:
     return tensors(form.op.sends), tensors(form.op.recvs)
 
 
-class _Side(NamedTuple):
-    """What one Exchange sends to one peer, or receives from it, in the order of the messages."""
+class SideKind(NamedTuple):
+    """What an Exchange sends to one peer, or receives from it."""
 
-    key: Key
-    views: list[View]
-    tensors: list[_Tensor]
+    form: Form
+    """Of the Exchange."""
+    places: tuple[int, ...]
+    """Of its messages the places of their views among those of the form."""
+    tensors: tuple[_Tensor, ...]
 
-
-def _sides_of(key: Key, messages: tuple[ops.Message, ...], tensors: list[_Tensor]) -> dict[int, _Side]:
-    """Return the sides of an Exchange, by peer."""
-    found: dict[int, _Side] = {}
-    for (peer, view), tensor in zip(messages, tensors, strict=True):
-        if peer not in found:
-            found[peer] = _Side(key, [], [])
-        found[peer].views.append(view)
-        found[peer].tensors.append(tensor)
-    return found
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages."""
+        return sum([tensor.nbytes for tensor in self.tensors])
 
 
-def _transfers(
-    schedule: Schedule, sends: dict[tuple[str, int, int], list[_Side]], recvs: dict[tuple[str, int, int], list[_Side]]
-) -> Iterator[Transfer]:
-    for channel in sorted(sends.keys() | recvs.keys()):
-        name, source, target = channel
-        out, into = sends.get(channel, []), recvs.get(channel, [])
-        if len(out) != len(into):
-            raise ScheduleError(
-                f"communicator {name!r}: rank {source} sends {len(out)} times to rank {target}, which receives "
-                f"{len(into)} times; every Exchange needs its counterpart"
-            )
-        for (sender, sent, sizes), (receiver, received, wanted) in zip(out, into, strict=True):
-            if sizes != wanted:
-                raise ScheduleError(
-                    f"{describe(schedule, sender)} sends {_spell(sizes)} but {describe(schedule, receiver)} receives "
-                    f"{_spell(wanted)}"
+class Sides(NamedTuple):
+    """What Exchanges send to one peer each, or receive from it, as arrays: by communicator, source and target, then in
+    the order of a rank's ops.
+    """
+
+    channel: Ints
+    """As one number: of the communicator by its name, of the source and of the target."""
+    rank: Ints
+    op: Ints
+    """Its number in the rank's program."""
+    kind: Ints
+
+
+class Transfers(Sequence[Transfer]):
+    """Transfers as arrays, and each by itself where it is asked for."""
+
+    def __init__(self, schedule: Schedule, sent: Sides, taken: Sides, kinds: list[SideKind]) -> None:
+        self.sent, self.taken = sent, taken
+        """Of each transfer its sides."""
+        self.kinds = kinds
+        self._schedule = schedule
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        each = np.array([kind.nbytes for kind in self.kinds], np.int64)
+        return int(each[self.sent.kind].sum()) if len(self) else 0
+
+    def __len__(self) -> int:
+        return len(self.sent.op)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self._all[number]
+
+    @cached_property
+    def _all(self) -> list[Transfer]:
+        ops_of = [program.ops for program in self._schedule.programs]
+        found: list[Transfer] = []
+        sides = (*self.sent[1:], *self.taken[1:3])
+        for rank, number, kind, other, other_number in zip(*(side.tolist() for side in sides), strict=True):
+            send, receive = ops_of[rank][number], ops_of[other][other_number]
+            assert isinstance(send, ops.Exchange)
+            assert isinstance(receive, ops.Exchange)
+            out = [view for peer, view in send.sends if peer == other]
+            into = [view for peer, view in receive.recvs if peer == rank]
+            pairs = tuple(zip(out, into, strict=True))
+            found.append(Transfer((rank, number), (other, other_number), pairs, self.kinds[kind].nbytes))
+        return found
+
+
+class _Channels:
+    """Collects what Exchanges send and receive, rank by rank."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._count = schedule, schedule.num_ranks
+        self._names = {name: at for at, name in enumerate(sorted({one.name for one in schedule.header.communicators}))}
+        self._kinds: dict[SideKind, int] = {}
+        self._found: list[tuple[Ints, Ints, Ints]] = []
+        """Of the fragments of ranks: ranks, numbers of ops, and rows as of ``_rows``."""
+
+    def add(self, rank: int, begin: int, fragment: Fragment, groups_of: _Groups) -> None:
+        """Add what a rank's fragment, whose first op has a number there, sends and receives; raises ScheduleError where
+        a peer is not in the rank's group.
+        """
+        exchanges, (forms, which, _) = fragment.exchanges, fragment.formed
+        rows = []
+        for at in exchanges.first:
+            op = fragment.ops[at]
+            assert isinstance(op, ops.Exchange)
+            group, members = groups_of[op.communicator]
+            peers = [peer for peer, _ in (*op.sends, *op.recvs)]
+            if not members.issuperset(peers):
+                peer = next(peer for peer in peers if peer not in members)
+                named = f"{describe(self._schedule, (rank, begin + at))} names rank {peer}"
+                raise ScheduleError(f"{named}, which is not in its group {group}")
+            rows.append(list(self._rows(rank, op, forms[which[at]])))
+        if rows:
+            numbers, found = exchanges.each(rows, 3)
+            self._found.append((np.full(len(numbers), rank), numbers + begin, found))
+
+    def _rows(self, rank: int, op: ops.Exchange, form: Form) -> Iterator[tuple[int, int, int]]:
+        """Yield for each peer that an Exchange sends to, then for each that it receives from, whether it does that, the
+        channel and the kind of the side.
+        """
+        number, before = self._names[op.communicator], 0
+        for receives, (messages, tensors) in enumerate(zip((op.sends, op.recvs), _tensors(form), strict=True)):
+            places: dict[int, list[int]] = {}
+            for place, (peer, _) in enumerate(messages):
+                places.setdefault(peer, []).append(place)
+            for peer, own in places.items():
+                source, target = (peer, rank) if receives else (rank, peer)
+                kind = SideKind(
+                    form, tuple([before + place for place in own]), tuple([tensors[place] for place in own])
                 )
-            nbytes = sum([size.nbytes for size in sizes])
-            yield Transfer(sender, receiver, tuple(zip(sent, received, strict=True)), nbytes)
+                channel = (number * self._count + source) * self._count + target
+                yield receives, channel, self._kinds.setdefault(kind, len(self._kinds))
+            before += len(messages)
+
+    def met(self) -> Transfers:
+        """Return the transfers; raises ScheduleError where a side is missing or does not fit the other."""
+        nothing = (np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 3), np.int64))
+        ranks, numbers, rows = (np.concatenate(some) for some in zip(nothing, *self._found, strict=True))
+        receives, channels, kind = rows.T
+
+        def ordered(which: int) -> Sides:
+            some = np.flatnonzero(receives == which)
+            some = some[np.argsort(channels[some], kind="stable")]
+            return Sides(channels[some], ranks[some], numbers[some], kind[some])
+
+        sent, taken, kinds = ordered(0), ordered(1), list(self._kinds)
+        known: dict[tuple[_Tensor, ...], int] = {}
+        tensors = np.array([known.setdefault(one.tensors, len(known)) for one in kinds], np.int64)
+        fit = np.array_equal(sent.channel, taken.channel) and np.array_equal(tensors[sent.kind], tensors[taken.kind])
+        if not fit:
+            self._refuse(sent, taken, kinds)
+        return Transfers(self._schedule, sent, taken, kinds)
+
+    def _refuse(self, sent: Sides, taken: Sides, kinds: list[SideKind]) -> None:
+        """Raise ScheduleError for the first side that is missing, or does not fit the other."""
+        for channel in np.union1d(sent.channel, taken.channel).tolist():
+            out, into = (np.flatnonzero(some.channel == channel).tolist() for some in (sent, taken))
+            if len(out) != len(into):
+                number, source, target = (
+                    channel // self._count**2,
+                    channel // self._count % self._count,
+                    channel % self._count,
+                )
+                raise ScheduleError(
+                    f"communicator {list(self._names)[number]!r}: rank {source} sends {len(out)} times to rank "
+                    f"{target}, which receives {len(into)} times; every Exchange needs its counterpart"
+                )
+            for one, other in zip(out, into, strict=True):
+                given, wanted = kinds[sent.kind[one]].tensors, kinds[taken.kind[other]].tensors
+                if given != wanted:
+                    sender, receiver = (
+                        describe(self._schedule, (int(some.rank[at]), int(some.op[at])))
+                        for some, at in ((sent, one), (taken, other))
+                    )
+                    raise ScheduleError(f"{sender} sends {_spell(given)} but {receiver} receives {_spell(wanted)}")
 
 
-def _spell(tensors: list[_Tensor]) -> str:
+def _spell(tensors: Iterable[_Tensor]) -> str:
     return ", ".join(
         f"{tensor.dtype} {tensor.lies} {tensor.shape}{' by copies' * tensor.by_copies}" for tensor in tensors
     )
@@ -249,7 +364,8 @@ def wire_bytes(schedule: Schedule, matching: Matching) -> int:
     All-gather, reduce-scatter and all-reduce count what every algorithm must at least send per rank: (n-1) parts, and
     twice (n-1)/n of the whole for all-reduce.
     """
-    total = sum(transfer.nbytes for transfer in matching.transfers)
+    transfers = matching.transfers
+    total = transfers.nbytes if isinstance(transfers, Transfers) else sum(one.nbytes for one in transfers)
     over_all = 0
     for group in matching.groups:
         ranks = tuple([rank for rank, _ in group.members])

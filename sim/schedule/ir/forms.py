@@ -43,7 +43,7 @@ class Formed(NamedTuple):
     """Each once, in the order of its first op."""
     which: NDArray[np.intp]
     """(ops,): the number of each op's form."""
-    buffers: list[int]
+    buffers: NDArray[np.intp]
     """The numbers of the buffers of the views of all ops, one op after the other."""
 
     @property
@@ -68,7 +68,18 @@ def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, st
             found.append(_FORMS.get(key) or _FORMS.setdefault(key, Form(op, views, buffers)))
         which.append(numbers[key])
         of_views += [view.buffer for view in views]
-    return Formed(found, np.array(which, np.intp), of_views)
+    return Formed(found, np.array(which, np.intp), np.array(of_views, np.intp))
+
+
+def form_of(op: Op, like: Mapping[int, Hashable], buffers: Sequence[Buffer]) -> Form:
+    """Return the form of an op on some buffers, which are ``like`` others."""
+    views, key = _described(op, like)
+    return _FORMS.get(key) or _FORMS.setdefault(key, Form(op, views, buffers))
+
+
+def views_of(op: Op) -> list[View]:
+    """Return the views of an op, in the order of its fields."""
+    return _described(op, {})[0]
 
 
 def _described(op: Op, like: Mapping[int, Hashable]) -> tuple[list[View], Hashable]:

@@ -15,13 +15,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from sim.schedule.ir import stretch_columns
 from sim.schedule.ir.columns import DIMS, INT, Array, Columns, columns_of, edges
 from sim.schedule.ir.declare import rebound
+from sim.schedule.ir.exchanges import Exchanges, exchanges_of
 from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
 from sim.schedule.ir.ops import Communication, Exchange, Message, Op, Rope
 from sim.schedule.ir.renaming import Renaming
+from sim.schedule.ir.stretches import Stretched
 from sim.schedule.ir.views import Buffer, Data, View
 
 
@@ -61,7 +64,7 @@ class Fragment:
     given: tuple[Buffer, ...]
     """What the call has to give, each another buffer."""
     own: tuple[Buffer, ...]
-    ops: tuple[Op, ...]
+    ops: Sequence[Op]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     buffer_layers: Mapping[int, int] = field(default_factory=dict)
@@ -82,6 +85,8 @@ class Fragment:
     @cached_property
     def peers(self) -> tuple[int, ...]:
         """The ranks that its messages come from and go to, one after the other."""
+        if isinstance(self.ops, Stretched):
+            return stretch_columns.peers_of(self.ops)
         return tuple([some.peer for op in self.ops if isinstance(op, Exchange) for some in (*op.sends, *op.recvs)])
 
     @cached_property
@@ -124,13 +129,32 @@ class Fragment:
         """(buffers, 2 * DIMS): the edges of its own buffers; raises OverflowError where one has more dimensions."""
         if self.alike:
             return self.alike.boxes
-        return np.array([edges((0, extent) for extent in one.shape) for one in self.own], INT).reshape(-1, 2 * DIMS)
+        known: dict[Buffer, int] = {}
+        which = [known.setdefault(one, len(known)) for one in self.own]
+        rows = np.array([edges((0, extent) for extent in one.shape) for one in known], INT).reshape(-1, 2 * DIMS)
+        found: Array = rows[which] if which else rows
+        return found
 
     @cached_property
     def communication(self) -> list[int]:
         """Which of its ops are communication."""
         forms, which, _ = self.formed
         return np.flatnonzero(np.array([isinstance(form.op, Communication) for form in forms], bool)[which]).tolist()
+
+    @cached_property
+    def exchanges(self) -> Exchanges:
+        """Its Exchanges by their kinds."""
+        if self.alike:
+            return self.alike.exchanges
+        if isinstance(self.ops, Stretched):
+            return stretch_columns.exchanges_of(self.ops, self.formed)
+        return exchanges_of(self.ops, self.formed)
+
+    @cached_property
+    def collectives(self) -> list[int]:
+        """Which of its ops are collectives."""
+        exchanges = set(self.exchanges.at.tolist())
+        return [at for at in self.communication if at not in exchanges]
 
     @cached_property
     def digest(self) -> bytes:
@@ -147,7 +171,11 @@ class Fragment:
     def formed(self) -> Formed:
         """Its ops by their forms."""
         of, inputs = self.shared.alone, {port.view.buffer: port.tensor for port in self.inputs}
-        return formed(self.ops, self.own, inputs) if of is self else of.formed
+        if of is not self:
+            return of.formed
+        if isinstance(self.ops, Stretched):
+            return stretch_columns.formed_of(self.ops, self.own, inputs)
+        return formed(self.ops, self.own, inputs)
 
     @cached_property
     def alone(self) -> Fragment:

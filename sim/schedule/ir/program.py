@@ -106,8 +106,10 @@ class Program:
         return tuple(chain.from_iterable(call.buffers for call in self.calls))
 
     @cached_property
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> Sequence[Op]:
         """All ops, in the order of their issue."""
+        if len(self.calls) == 1 and self.calls[0].ops is self.calls[0].fragment.ops:
+            return self.calls[0].fragment.ops
         return tuple(chain.from_iterable(call.ops for call in self.calls))
 
     @cached_property
@@ -285,8 +287,8 @@ class Schedule:
         self._finds_alike = finds_alike and self.whole is self
         """Whether fragments of ranks that are alike are yet to be found; those of another schedule's are known."""
         self._programs: dict[int, Program] = {}
-        self._fragments: dict[tuple[int, ...], list[Fragment]] = {}
-        """Those of all programs, by their sizes and peers; of those that are alike the first."""
+        self._fragments: dict[Hashable, list[Fragment]] = {}
+        """Those of all programs, by what is soon told of them; of those that are alike the first."""
         self._alike: dict[Fragment, Fragment] = {}
         """By those that a builder made what calls have in their place."""
 
@@ -333,8 +335,7 @@ class Schedule:
             own = call.fragment
             if own in found:
                 continue
-            apart = [peer - own.peers[0] for peer in own.peers]
-            known = self._fragments.setdefault((len(own.given), len(own.own), len(own.ops), *apart), [])
+            known = self._fragments.setdefault(_told_by(own), [])
             other = next((one for one in known if own.like(one)), None)
             if other is None:
                 known.append(own)
@@ -434,6 +435,15 @@ class Schedule:
             raise InputError(f"{count} programs for {mesh.size} ranks")
         programs = dict(zip(mesh.first_replica if replicated else range(count), document.programs, strict=True))
         return Schedule(document.header, lambda rank: _read(programs[rank]), replicated=replicated)
+
+
+def _told_by(fragment: Fragment) -> Hashable:
+    """Return what fragments that are alike have in common, and most others do not: sizes, the first label, and peers,
+    counted from the first.
+    """
+    given, own, ops, peers = fragment.given, fragment.own, fragment.ops, fragment.peers
+    sizes = len(given), len(own), len(ops)
+    return *sizes, *[op.label for op in ops[:1]], *[peer - peers[0] for peer in peers]
 
 
 def require_checked(given: object) -> None:

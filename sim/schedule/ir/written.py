@@ -13,6 +13,7 @@ import msgspec
 from sim.base.kept import kept
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.fragments import Call, Fragment
+from sim.schedule.ir.stretches import Again, Stretch, Stretched, with_peers
 
 _encode = msgspec.json.encode
 _FEW = 2
@@ -70,7 +71,17 @@ def _listed(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 def _items(things: Iterable[object]) -> bytes:
     """Return the items of a list, without its brackets."""
+    if isinstance(things, Stretched):
+        return b",".join([_again(place) for place in things.places])
     return _encode(list(things))[1:-1]
+
+
+def _again(place: Again) -> bytes:
+    """Return the ops of a stretch that is written again."""
+    stretch = place.bound.stretch
+    if place.is_as_written:
+        return _items(stretch.ops)
+    return _of_stretch(stretch).of([*place.all_numbers, *place.bound.peers, _encode(place.label)[1:-1]])
 
 
 def _buffers(call: Call) -> bytes:
@@ -96,12 +107,16 @@ class _Template(NamedTuple):
 
     def filled(self, numbers: Sequence[int], layer: int) -> bytes:
         """Return the JSON of a call of some layer whose buffers have these numbers."""
-        values = [*numbers, *(layer + one for one in self.layers)]
+        return self.of([*numbers, *(layer + one for one in self.layers)])
+
+    def of(self, values: Sequence[object]) -> bytes:
+        """Return the JSON with these values in its gaps."""
         return self.form % (itemgetter(*self.keys)(values) if self.keys else ())
 
 
-_GAP = re.compile(rb'"\\u0000(\d+)"| \\u0001(-?\d+)\\u0001')
-"""A buffer's number, which is a string of its own, or a layer behind a name."""
+_GAP = re.compile(rb'"\\u0000(\d+)"| \\u0001(-?\d+)\\u0001|\\u0002')
+"""The number of a buffer or of a peer, which is a string of its own, a layer behind a name, or the end of a label."""
+_END = "\2"
 
 
 @kept
@@ -122,6 +137,22 @@ def _of_ops(fragment: Fragment) -> _Template:
     return _template(ops, len(gaps))
 
 
+@kept
+def _of_stretch(stretch: Stretch) -> _Template:
+    """Return the template of ops that are given buffers and peers, one after the other, and the end of labels."""
+    count = stretch.num_given + len(stretch.buffers)
+    gaps: Any = [f"\0{number}" for number in range(count)]
+
+    def peer(number: int) -> Any:
+        return f"\0{count + number}"
+
+    ops = [
+        with_peers(rebound(op, gaps, label=op.label if start is None else start + _END), peer)
+        for op, start in zip(stretch.ops, stretch.starts, strict=True)
+    ]
+    return _template(ops, 0)
+
+
 def _layered(name: str, layer: int | None) -> str:
     return name if layer is None else f"{name} \1{layer}\1"
 
@@ -133,6 +164,9 @@ def _template(things: Iterable[object], count: int) -> _Template:
 
     def gap(found: re.Match[bytes]) -> bytes:
         number, layer = found.groups()
+        if number is layer is None:
+            keys.append(-1)
+            return b"%b"
         if number is not None:
             keys.append(int(number))
             return b"%d"

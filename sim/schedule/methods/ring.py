@@ -9,8 +9,10 @@ the mask empties, but takes every hop; so with contiguous slices under a causal 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from sim.base.errors import InputError
@@ -23,7 +25,7 @@ from sim.schedule.methods.torch_ring import TorchRing
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
-from sim.schedule.write.blocks import Block, kept_blocks
+from sim.schedule.write.blocks import Block, kept_blocks, keys_of
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.halves import Halves, HostMasks
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
@@ -152,6 +154,21 @@ def check_backward(workload: Workload, options: RingOptions) -> None:
                 )
 
 
+class _Step(NamedTuple):
+    """A step of a ring."""
+
+    number: int
+    label: str
+    """What is at hand, and whose."""
+    source: int
+    """The place of its owner."""
+    way: int
+    """How many members on it goes: one, or one back."""
+    here: tuple[View, ...]
+    there: tuple[View, ...]
+    """Where it hops to; nothing in the last step."""
+
+
 class RingAttention:
     """Ring attention of one rank; ``layout[i]`` are the tokens of the i-th member of its ring, ``shard`` its own."""
 
@@ -162,6 +179,7 @@ class RingAttention:
         self._rings = rings
         self._size = len(layout)
         self._position = rings.on.position(builder.rank)
+        self._ends = {way: [over.ends(builder.rank, way) for over in rings] for way in (1, -1)}
         self._layout = layout
         self._options = options
         self._mask = mask_of(builder.workload)
@@ -171,16 +189,22 @@ class RingAttention:
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """P - 1 hops of KV; every block is attended while the next KV is on its way."""
-        parts = sum(len(self._blocks(self._position, source)) for source in range(self._size))
+        parts = sum(map(len, self._blocks_of))
         softmax = SoftmaxAccumulator(self._b, q, num_parts=parts, always=self._options.sums == "published")
         here: tuple[View, ...] = (k, v)
         self._masks.begin(backward=False)
-        for _, source, here in self._tour((k, v), "kv"):
-            for block in self._blocks(self._position, source):
-                with self._masks.around(block, self._rows, backward=False):
-                    softmax.attend(block, here[0], here[1], f"kv{source}")
+        for step in self._tour((k, v), "kv"):
+            blocks, here = self._blocks_of[step.source], step.here
+            key = "forward", keys_of(blocks), softmax.state(len(blocks))
+            if not self._again(step, key, softmax.views, partial(self._attend, softmax, blocks, step)):
+                softmax.skip(blocks)
         at_hand = here if self._options.ring_backward == "kv-at-hand" else ()
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse, at_hand)
+
+    def _attend(self, softmax: SoftmaxAccumulator, blocks: Sequence[Block], step: _Step) -> None:
+        for block in blocks:
+            with self._masks.around(block, self._rows, backward=False):
+                softmax.attend(block, step.here[0], step.here[1], step.label)
 
     def backward(self, saved: Saved, dout: View) -> tuple[View, View, View]:
         """P - 1 hops of what travels, and P hops of its gradients (one less from the KV at hand)."""
@@ -200,13 +224,21 @@ class RingAttention:
         pool = sum_slots(b, self._rings.behind, self._options, likes, self._size + published)
         hops = self._size - at_hand if self._size > 1 else 0
         self._masks.begin(backward=True)
-        for step, source, (k, v) in self._tour(kv, "kv", way, first=int(at_hand)):
-            dk, dv = self._sums(names, pool[step % 2], parts[1:], empty=step == 0)
-            for block in self._blocks(self._position, source):
-                operands = saved._replace(k=k, v=v)
+
+        def write(step: _Step, blocks: Sequence[Block]) -> None:
+            operands = saved._replace(k=step.here[0], v=step.here[1])
+            dk, dv = self._sums(names, pool[step.number % 2], parts[1:], empty=step.number == 0)
+            for block in blocks:
                 with self._masks.around(block, self._rows, backward=True):
-                    attend_backward(b, block, operands, dout, Gradients(dq, dk, dv), f"kv{source}")
-            self._send_sums(step, hops, (dk, dv), pool, way, f"send dkv{source}")
+                    attend_backward(b, block, operands, dout, Gradients(dq, dk, dv), step.label)
+            self._send_sums(step, hops, (dk, dv), pool)
+
+        views = (*saved[:5], dout, *dq.views, *chain.from_iterable(pool), *made)
+        for step in self._tour(kv, "kv", way, first=int(at_hand)):
+            blocks = self._blocks_of[step.source]
+            key = "backward", step.number == 0, step.number < hops, step.number % 2, keys_of(blocks), dq.state
+            if not self._again(step, key, views, partial(write, step, blocks)):
+                dq.skip([block.rows for block in blocks])
         for here, there in zip(*pool, strict=True) if published and self._size == 1 else ():
             b.copy(here, there, "send to itself")
         dk, dv = self._sums(names, pool[max(hops, published) % 2], empty=False)
@@ -224,29 +256,49 @@ class RingAttention:
         dk, dv = new_sums(b, self._options, {"dk": saved.k, "dv": saved.v})
         pool = sum_slots(b, self._rings.behind, self._options, {"dq": saved.q}, self._size)
         hops = self._size if self._size > 1 else 0
-        for step, source, (q, dout_of, lse, delta_of) in self._tour((saved.q, dout, saved.lse, delta), "q"):
-            (dq,) = self._sums(("dq",), pool[step % 2], empty=step == 0)
-            for block in self._blocks(source, self._position):
+
+        def write(step: _Step, blocks: Sequence[Block]) -> None:
+            q, dout_of, lse, delta_of = step.here
+            (dq,) = self._sums(("dq",), pool[step.number % 2], empty=step.number == 0)
+            for block in blocks:
                 operands = saved._replace(q=q, lse=lse)
-                attend_backward(b, block, operands, dout_of, Gradients(dq, dk, dv), f"q{source}", delta_of)
-            self._send_sums(step, hops, (dq,), pool, 1, f"send dq{source}")
+                attend_backward(b, block, operands, dout_of, Gradients(dq, dk, dv), step.label, delta_of)
+            self._send_sums(step, hops, (dq,), pool)
+
+        views = (*saved[:5], *dk.views, *dv.views, *chain.from_iterable(pool))
+        for step in self._tour((saved.q, dout, saved.lse, delta), "q"):
+            blocks = self._blocks(step.source, self._position)
+            key = "queries", step.number == 0, step.number < hops, step.number % 2, keys_of(blocks), dk.state
+            if not self._again(step, key, views, partial(write, step, blocks)):
+                for total in (dk, dv):
+                    total.skip([block.columns for block in blocks])
         (dq,) = self._sums(("dq",), pool[hops % 2], empty=False)
         return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
 
-    def _tour(
-        self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0
-    ) -> Iterator[tuple[int, int, tuple[View, ...]]]:
-        """Yield each step with whose tensors are at hand, and where they lie, having sent them on."""
+    def _tour(self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0) -> Iterator[_Step]:
+        """Yield each step."""
         over = self._rings.on
         pool = travel_slots(self._b, over, bundle, what, self._size)
-        slots = [
+        slots: list[tuple[View, ...]] = [
             to_send(self._b, over, bundle, what) if pool else bundle,
             *(pool[i % 2] for i in range(self._size - 1)),
+            (),
         ]
-        for step, source in enumerate(self._sources(way, first)):
-            if step < self._size - 1:
-                self._hop(over, slots[step], slots[step + 1], way, f"send {what}{source}")
-            yield step, source, slots[step]
+        for number, source in enumerate(self._sources(way, first)):
+            yield _Step(number, f"{what}{source}", source, way, slots[number], slots[number + 1])
+
+    def _again(self, step: _Step, key: Hashable, views: Sequence[View], write: Callable[[], None]) -> bool:
+        """Send on what is at hand, if it goes on, and write the rest of a step; see ``ProgramBuilder.again``."""
+        on, behind = self._ends[step.way]
+
+        def with_hop() -> None:
+            if step.there:
+                self._hop(self._rings.on, step.here, step.there, step.way, f"send {step.label}")
+            write()
+
+        named = key, bool(step.there), on.out, on.into, behind.out, behind.into
+        views = (*step.here, *step.there, *views)
+        return self._b.again(named, views, step.label, with_hop, (on.target, on.source))
 
     def _sums(
         self,
@@ -259,20 +311,24 @@ class RingAttention:
         named = zip(names, totals, parts, strict=False)
         return [GradientSum(self._b, name, view, empty=empty, part=part) for name, view, part in named]
 
-    def _send_sums(
-        self, step: int, hops: int, sums: Sequence[GradientSum], pool: list[tuple[View, ...]], way: int, label: str
-    ) -> None:
+    def _send_sums(self, step: _Step, hops: int, sums: Sequence[GradientSum], pool: list[tuple[View, ...]]) -> None:
         """Send the sums at hand on, if they have not come home; the first rank sends zeros for what it has not."""
-        for total in sums if step == 0 else ():
+        for total in sums if step.number == 0 else ():
             total.fill()
-        if step < hops:
-            self._hop(self._rings.behind, pool[step % 2], pool[(step + 1) % 2], way, label)
+        if step.number < hops:
+            here, there = pool[step.number % 2], pool[(step.number + 1) % 2]
+            self._hop(self._rings.behind, here, there, step.way, f"send d{step.label}")
 
     def _sources(self, way: int, first: int = 0) -> list[int]:
         """Return whose tensors are at hand in each step, if they travel ``way`` around and the ``first`` next one's are
         there already.
         """
         return [(self._position + first - way * step) % self._size for step in range(self._size)]
+
+    @cached_property
+    def _blocks_of(self) -> list[tuple[Block, ...]]:
+        """What is attended to of the keys of each member."""
+        return [self._blocks(self._position, source) for source in range(self._size)]
 
     def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
         return kept_blocks(self._mask, self._layout[queries], self._layout[keys], self._options.sharding)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
-from sim.schedule.derive.matching import Matching
+from sim.schedule.derive.matching import Matching, Transfers
 from sim.schedule.ir import ops
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.masks import Band
@@ -68,13 +68,16 @@ class AbreastPlayer(AbstractPlayer):
     """Plays a schedule's ranks abreast. Raises Unclassed, or what a rule refuses, where that proves nothing."""
 
     def __init__(self, schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> None:
-        super().__init__(schedule, Matching([], [], {}, {}), [], [Program.of_calls(0, [])])
+        super().__init__(schedule, Matching([], []), [], [Program.of_calls(0, [])])
+        transfers = matching.transfers
         if matching.groups or not isinstance(self._rules.mask, Band) or self._rules.kinds or self._rules.sequences:
+            raise Unclassed
+        if not isinstance(transfers, Transfers):
             raise Unclassed
         self._ranks = schedule.programs
         self._columns = op_columns(self._ranks, dependencies)
         self._forms = [self._played(form) for form in self._columns.forms]
-        self._messages = messages_of(self._ranks, matching, self._columns)
+        self._messages = messages_of(transfers, self._columns)
         self._contents = Contents()
         count = int(self._columns.first_buffer[-1])
         self._outline, self._row = np.full(count, NOTHING, np.int64), np.zeros(count, np.int64)

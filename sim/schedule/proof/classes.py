@@ -122,11 +122,7 @@ def _quotient(matching: Matching, place: dict[int, tuple[int, int]], members: in
         for call in calls:
             if group_of.setdefault(call, number) != number:
                 raise Unclassed
-    transfers_of: dict[Key, list[int]] = defaultdict(list)
-    for side in (0, 1):
-        for number, transfer in enumerate(transfers):
-            transfers_of[transfer[side]].append(number)  # type: ignore[index]
-    found = Matching(transfers, [Group(calls) for calls in groups], dict(transfers_of), group_of)
+    found = Matching(transfers, [Group(calls) for calls in groups])
     return _Quotient(found, ways, dict(groups))
 
 

@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sim.schedule.derive.dependencies import Dependencies
-from sim.schedule.derive.matching import Matching
+from sim.schedule.derive.matching import SideKind, Transfers
+from sim.schedule.ir.exchanges import of_each
 from sim.schedule.ir.forms import Form
+from sim.schedule.ir.ops import Exchange
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.views import Buffer, Slices
 from sim.schedule.proof.many import Ints
@@ -128,37 +130,44 @@ class Messages(NamedTuple):
     kinds: list[MessageKind]
 
 
-def messages_of(programs: Sequence[Program], matching: Matching, columns: OpColumns) -> Messages:
-    """Return the transfers between programs."""
-    first, buffer = columns.first.tolist(), columns.first_buffer.tolist()
+def messages_of(transfers: Transfers, columns: OpColumns) -> Messages:
+    """Return the messages of transfers."""
+    sent, taken, sides = transfers.sent, transfers.taken, transfers.kinds
+    source, target = columns.first[sent.rank] + sent.op, columns.first[taken.rank] + taken.op
     kinds: dict[MessageKind, int] = {}
-    known: dict[tuple[int, ...], int] = {}  # by what they consist of, which lives as long as the programs do
-    source, target, count, out, into, kind = (list[int]() for _ in range(6))
-    for (sender, sends), (receiver, receives), pairs, _ in matching.transfers:
-        source.append(first[sender] + sends)
-        target.append(first[receiver] + receives)
-        count.append(len(pairs))
-        own, others = programs[sender].buffers, programs[receiver].buffers
-        for sent, received in pairs:
-            out.append(buffer[sender] + sent.buffer)
-            into.append(buffer[receiver] + received.buffer)
-            of = sent.slices, received.slices, own[sent.buffer], others[received.buffer]
-            key = tuple(map(id, of))
-            if key not in known:
-                known[key] = kinds.setdefault(MessageKind(*of), len(kinds))
-            kind.append(known[key])
-    sides = np.array([*source, *target], np.int64)
-    order = np.argsort(sides, kind="stable")
-    ends = np.cumsum(np.bincount(sides, minlength=first[-1]))
-    counts = np.array(count, np.int64)
+    pairs, which = np.unique(sent.kind * len(sides) + taken.kind, return_inverse=True)
+    rows = []
+    for pair in pairs.tolist():
+        one, other = sides[pair // len(sides)], sides[pair % len(sides)]
+        between = zip(one.places, other.places, _views(one), _views(other), strict=True)
+        rows.append(
+            [
+                (out, into, kinds.setdefault(MessageKind(box, other_box, buffer, other_buffer), len(kinds)))
+                for out, into, (box, buffer), (other_box, other_buffer) in between
+            ]
+        )
+    of_transfer, found = of_each(which, rows, 3)
+    out, into, kind = found.T
+    both = np.concatenate([source, target])
+    order = np.argsort(both, kind="stable")
+    ends = np.cumsum(np.bincount(both, minlength=columns.first[-1]))
+    counts = np.bincount(of_transfer, minlength=len(source))
     return Messages(
-        np.array(source, np.int64),
-        np.array(target, np.int64),
+        source,
+        target,
         np.cumsum(counts) - counts,
         counts,
         Lists(ends, order % max(len(source), 1)),
-        np.array(out, np.int64),
-        np.array(into, np.int64),
-        np.array(kind, np.int64),
+        columns.buffers[columns.views[source][of_transfer] + out],
+        columns.buffers[columns.views[target][of_transfer] + into],
+        kind,
         list(kinds),
     )
+
+
+def _views(side: SideKind) -> list[tuple[Slices, Buffer]]:
+    """Return the box, and the buffer, of each message of a side."""
+    op = side.form.op
+    assert isinstance(op, Exchange)
+    views = [message.view for message in (*op.sends, *op.recvs)]
+    return [(views[place].slices, side.form.buffers[views[place].buffer]) for place in side.places]

@@ -28,6 +28,7 @@ from sim.base.files import write_whole
 from sim.schedule.derive.roles import numbered
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.stretches import Stretched
 from sim.schedule.proof.check import Checked, check
 
 _ROOMS = ("base", "native", "words", "schedule")
@@ -91,8 +92,15 @@ class _Digests:
     def _of_part(self, part: Sequence[object]) -> bytes:
         """Return the digest of a part of a fragment, which lives as long as this does."""
         if id(part) not in self._parts:
-            self._parts[id(part)] = _digest(part)
+            self._parts[id(part)] = self._of_stretches(part) if isinstance(part, Stretched) else _digest(part)
         return self._parts[id(part)]
+
+    def _of_stretches(self, ops: Stretched) -> bytes:
+        """Return the digest of ops by what they are made of."""
+        bounds = [bound for bound, _ in ops.by_bound]
+        number = {id(bound): at for at, bound in enumerate(bounds)}
+        parts = [(self._of_part(bound.stretch.ops), bound.stretch.starts, *bound[1:]) for bound in bounds]
+        return _digest([parts, [(number[id(bound)], label, first) for bound, label, first in ops.places]])
 
 
 def _digest(thing: object) -> bytes:

@@ -13,7 +13,7 @@ from sim.base.kept import kept
 from sim.schedule.derive.dependencies import overlap
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands, views_in
-from sim.schedule.ir.forms import Form, Formed
+from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment, Port
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import FULL, sharing_a_pair
@@ -31,7 +31,7 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     """
     header = schedule.header
     workload, streams = header.workload, _streams_of(schedule).get(program.rank, {*ops.STREAMS})
-    for buffer in program.buffers:  # of which an op or a port need not use each
+    for buffer in dict.fromkeys(program.buffers):  # of which an op or a port need not use each
         if len(buffer.dims) != len(buffer.shape) or min(buffer.shape, default=1) < 0:
             raise ScheduleError(
                 f"rank {program.rank} buffer {buffer.name!r} has dims {buffer.dims!r} and shape {buffer.shape}: a size "
@@ -51,7 +51,7 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
     updates = {port.view.buffer for port in program.outputs if kind_of(port.tensor) == "updated"}
     inputs = {buffer: tensor for buffer, tensor in kept.items() if buffer not in updates}
     ops_of, calls = program.ops, program.calls
-    for index, form in _distinct_of(calls[0].fragment.shared) if len(calls) == 1 else _distinct(program.formed):
+    for index, form in _distinct_of(calls[0].fragment.shared) if len(calls) == 1 else _distinct(program):
         op = ops_of[index]
         problem = "" if form in sound else _form_problem(op, program, inputs, schedule)
         if not problem:
@@ -61,20 +61,23 @@ def check_program(program: Program, schedule: Schedule, sound: set[Form]) -> Non
             raise ScheduleError(f"rank {program.rank} op {index} ({op.label!r}) {problem}")
 
 
-def _distinct(formed: Formed) -> list[tuple[int, Form]]:
-    """Return the numbers of ops that have to be looked at, with their forms: the first of each form, and all that name
-    peers, which are no part of it.
+def _distinct(program: Program) -> list[tuple[int, Form]]:
+    """Return the numbers of ops that have to be looked at, with their forms: the first of each form, and of what names
+    peers, which are no part of it, the first of each kind.
     """
-    forms, which, _ = formed
-    exchanges = np.array([isinstance(form.op, ops.Exchange) for form in forms], bool)
-    looked_at = exchanges[which]
-    looked_at[np.unique(which, return_index=True)[1]] = True
-    return [(index, forms[which[index]]) for index in np.flatnonzero(looked_at).tolist()]
+    forms, which, _ = program.formed
+    looked_at = set(np.unique(which, return_index=True)[1].tolist())
+    begin, seen = 0, set[Fragment]()
+    for fragment, *_ in program.calls:
+        looked_at.update([begin + at for at in fragment.exchanges.first if fragment not in seen])
+        seen.add(fragment)
+        begin += len(fragment.ops)
+    return [(index, forms[which[index]]) for index in sorted(looked_at)]
 
 
 @kept
 def _distinct_of(fragment: Fragment) -> list[tuple[int, Form]]:
-    return _distinct(fragment.formed)
+    return _distinct(Program.of_fragment(fragment, rank=0))
 
 
 @kept

@@ -6,7 +6,7 @@ with one block pays nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -44,6 +44,11 @@ class _Filled:
         self._rows += [piece for piece, held in pieces if not held]
         return pieces
 
+    @property
+    def state(self) -> Hashable:
+        """What decides how rows are taken."""
+        return tuple([(rows.start, rows.stop) for rows in self._rows])
+
 
 def _key(pieces: _Rows) -> Hashable:
     """Return what tells pieces apart; slices have no hash."""
@@ -75,10 +80,25 @@ class SoftmaxAccumulator:
         if (num_parts > 1 or always) and sum_dtype != builder.workload.dtype:
             self._sum = builder.tensor("out sum", tokens, heads, "attention", sum_dtype)
 
+    @property
+    def views(self) -> tuple[View, ...]:
+        """The queries, and where results lie."""
+        return self._q, self.out, self.lse, self._sum
+
+    def state(self, num_parts: int) -> Hashable:
+        """Return what decides how so many parts are added, beside their rows and the views of this one."""
+        return self._filled.state, self._left == num_parts
+
+    def skip(self, blocks: Sequence[Block]) -> None:
+        """Take it that blocks have been attended to."""
+        self._left -= len(blocks)
+        for block in blocks:
+            self._filled.take(block.rows)
+
     def attend(self, block: Block, k: View, v: View, label: str) -> None:
         """Attend to one more block of keys k, v; after the last part ``out`` and ``lse`` are complete."""
         pieces, last = self._filled.take(block.rows), self._left == 1
-        views = (k, v, self._q, self.out, self.lse, self._sum)
+        views = (k, v, *self.views)
         self._left -= 1
         self._b.again(
             ("attend", block.key, _key(pieces), last), views, label, lambda: self._attend(block, k, v, label, pieces)
@@ -159,6 +179,16 @@ class GradientSum:
     def views(self) -> tuple[View, ...]:
         """Where it lies, and its parts where they do in one place."""
         return (self.total,) if self._part is None else (self.total, self._part)
+
+    @property
+    def state(self) -> Hashable:
+        """What decides how parts are added, beside their rows and the views of this sum."""
+        return self._filled.state
+
+    def skip(self, parts: Iterable[slice]) -> None:
+        """Take it that parts of these rows have been added."""
+        for rows in parts:
+            self._filled.take(rows)
 
     def begin(self, rows: slice) -> Hashable:
         """Take a part of some rows; return what decides how it is added, beside the views of this sum."""

@@ -8,7 +8,7 @@ mask keeps of all of them, one kernel does it, without the rows and columns that
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -56,6 +56,11 @@ class Block(NamedTuple):
         return {"band": self.band, "documents": self.documents or UNSET, "sparse": self.sparse or UNSET}
 
 
+def keys_of(some: Iterable[Block]) -> Hashable:
+    """Return what tells lists of blocks apart."""
+    return tuple([block.key for block in some])
+
+
 @lru_cache(maxsize=65536)
 def blocks(mask: Mask, queries: Tokens, keys: Tokens) -> tuple[Block, ...]:
     """Return the blocks that hold all pairs the mask keeps, none twice; the larger ones first.
@@ -79,16 +84,16 @@ def _near(mask: Band, queries: Span, keys: Span) -> tuple[Span, Span]:
     """Return queries and keys of one stride of which a band keeps the same by their numbers, whichever positions they
     have: they are no further apart than they can be before it keeps all of them, or none.
     """
-    queries, keys = queries.moved(-keys.start), keys.moved(-keys.start)
-    rows, columns = queries.stop - queries.start - queries.step, keys.stop - keys.step
-    low, high = [0], [0]
+    apart, num_rows, num_columns = queries.start - keys.start, queries.stop - queries.start, keys.stop - keys.start
+    low = high = 0
     if mask.right is not None:
-        low.append(-mask.right - rows - 1)
-        high.append(columns - mask.right)
+        low = min(low, -mask.right - num_rows + queries.step - 1)
+        high = max(high, num_columns - keys.step - mask.right)
     if mask.left is not None:
-        low.append(mask.left - rows)
-        high.append(columns + mask.left + 1)
-    return queries.moved(min(max(queries.start, min(low)), max(high)) - queries.start), keys
+        low = min(low, mask.left - num_rows + queries.step)
+        high = max(high, num_columns - keys.step + mask.left + 1)
+    start = min(max(apart, low), high)
+    return Span(start, start + num_rows, queries.step), Span(0, num_columns, keys.step)
 
 
 @lru_cache(maxsize=65536)

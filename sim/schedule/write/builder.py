@@ -15,10 +15,11 @@ from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Attend, AttendBackward, Copy, HostCopy, HostSync, Op, Part
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.shares import Share
+from sim.schedule.ir.stretches import Again, Bound, Stretch, Written
 from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
-from sim.schedule.write.stretches import Stretch, Stretches
+from sim.schedule.write.stretches import Stretches
 from sim.schedule.write.traces import Shape, Traced, Traces
 from sim.words.options import Place, SumOptions
 from sim.words.workload import Dtype, Workload, accumulation_dtype, gradient_dtype
@@ -38,7 +39,7 @@ class _Writing:
         self.first = first
         """The number of the first buffer of its own."""
         self.layer = layer
-        self.ops: list[Op] = []
+        self.ops = Written()
         self.op_layers: dict[int, int] = {}
         self.inputs: list[Port] = []
         self.outputs: list[Port] = []
@@ -99,6 +100,9 @@ class ProgramBuilder:
         self._traced: dict[Shape, list[Traced]] = {}
         """What this one has called."""
         self._writing = _Writing("", {}, 0, 0)
+        self._stretched: dict[tuple[Hashable, ...], tuple[Bound, Sequence[View]]] = {}
+        """What this one has bound of that by what it was asked for, views by their identity; they are kept for that."""
+        self._writes_stretch = False
         self._stretches = stretches
         """What other ranks have written of the same workload, for this one to write again; None where calls do that."""
 
@@ -181,7 +185,7 @@ class ProgramBuilder:
             return
         used: list[int] = []
         if writing.first:  # else there is nothing that it could be given
-            used += [view.buffer for op in writing.ops for view in (*op.reads, *op.writes)]
+            used += [view.buffer for op in writing.ops.ops for view in (*op.reads, *op.writes)]
             used += [port.view.buffer for port in (*writing.inputs, *writing.outputs)]
         given = tuple(dict.fromkeys([number for number in used if number < writing.first]))
         order = (*given, *range(writing.first, count))
@@ -202,7 +206,7 @@ class ProgramBuilder:
         return Fragment(
             given=tuple([buffers[old] for old in given]),
             own=tuple(buffers[writing.first :]),
-            ops=tuple([rebound(op, number) for op in writing.ops] if moved else writing.ops),
+            ops=tuple([rebound(op, number) for op in writing.ops.ops]) if moved else writing.ops.ops,
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             buffer_layers=layers,
@@ -224,26 +228,51 @@ class ProgramBuilder:
         self._visible(view)
         return self._buffers[view.buffer]
 
-    def again(self, key: Hashable, views: Sequence[View], label: str, write: Callable[[], None]) -> None:
-        """Write what ``write`` does, which adds buffers and ops on these views and on buffers of its own: once for all
-        stretches with the same key, pass and sequences whose views are the same, of buffers that are alike. So it may
-        depend on nothing else but the label, and on that in ends of labels only.
+    def again(
+        self, key: Hashable, views: Sequence[View], label: str, write: Callable[[], None], peers: tuple[int, ...] = ()
+    ) -> bool:
+        """Write what ``write`` does, which adds buffers and ops on these views and on buffers of its own, and sends to
+        these peers: once for all stretches with the same key, pass and sequences whose views are the same, of buffers
+        that are alike. So it may depend on nothing else but the label, and on that in ends of labels only. Return
+        whether it was run.
         """
-        if self._stretches is None:
+        if self._stretches is None or self._writes_stretch:
             write()
-            return
-        buffers, ops, first = self._buffers, self._writing.ops, len(self._buffers)
+            return True
+        asked = key, self.part, self.batch, peers, *map(id, views)
+        first, found, is_new = len(self._buffers), self._stretched.get(asked), False
+        if found is None:
+            bound, is_new = self._stretch(self._stretches, key, views, label, write, peers)
+            found = self._stretched[asked] = bound, views
+        if not is_new:
+            self._buffers += found[0].stretch.buffers
+        self._writing.ops.again(Again(found[0], label, first))
+        return is_new
+
+    def _stretch(
+        self,
+        known: Stretches,
+        key: Hashable,
+        views: Sequence[View],
+        label: str,
+        write: Callable[[], None],
+        peers: tuple[int, ...],
+    ) -> tuple[Bound, bool]:
+        """Return what is to be written, and whether it was run for that, which added its buffers; see ``again``."""
+        buffers, writing, first = self._buffers, self._writing, len(self._buffers)
         place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in views]))}
         lie = tuple([(place[view.buffer], view.slices) for view in views])
-        shape = (key, self.part, self.batch, lie, tuple([buffers[number] for number in place]))
-        known, where = self._stretches.of(shape), (tuple(place), first)
-        if known is None:
-            begin = len(ops)
-            write()
-            self._stretches.add(shape, Stretch(label, ops[begin:], where, buffers[first:]))
-        else:
-            buffers += known.buffers
-            ops += known.again(label, where)
+        others = tuple([buffers[number] for number in place]), tuple(map(peers.index, peers))
+        shape = (key, self.part, self.batch, lie, *others)
+        stretch = known.of(shape)
+        if stretch is not None:
+            return Bound(stretch, tuple(place), peers), False
+        written, writing.ops, self._writes_stretch = writing.ops, Written(), True
+        write()
+        stretch = Stretch.of(writing.ops.ops, label, tuple(place), first, buffers[first:], peers)
+        writing.ops, self._writes_stretch = written, False
+        known.add(shape, stretch)
+        return Bound(stretch, tuple(place), peers), True
 
     # Buffers
 
@@ -432,7 +461,7 @@ class ProgramBuilder:
             self._visible(view)
         if layer is not None:
             writing.op_layers[len(writing.ops)] = layer - writing.layer
-        writing.ops.append(op if op.part == self.part else msgspec.structs.replace(op, part=self.part))
+        writing.ops.add(op if op.part == self.part else msgspec.structs.replace(op, part=self.part))
 
     def copy(self, source: View, target: View, label: str) -> None:
         """Append target = source, cast where the data types differ."""

@@ -11,7 +11,9 @@ and receives are on streams of their own, and messages of one direction queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -23,7 +25,17 @@ from sim.schedule.write.builder import ProgramBuilder
 MessageForm = Literal["grouped", "packed", "separate", "packed-separate"]
 
 
-class Lane(NamedTuple):
+class Ends(NamedTuple):
+    """Between whom a rank stands in a ring, in the way of a hop, and the communicators to them."""
+
+    target: int
+    source: int
+    out: str
+    into: str
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
     """What tensors hop along, around rings."""
 
     ring: Communicator
@@ -41,6 +53,20 @@ class Lane(NamedTuple):
     def group_of(self, rank: int) -> tuple[int, ...]:
         """Return the ring of a rank."""
         return self.ring.group_of(rank)
+
+    @cached_property
+    def ends(self) -> Callable[[int, int], Ends]:
+        """Between whom a rank stands, by its number and by how many members on a hop goes: one, or one back."""
+        return cache(self._ends)
+
+    def _ends(self, rank: int, way: int) -> Ends:
+        ring = self.ring.group_of(rank)
+        size, position = len(ring), ring.index(rank)
+        target, source = ring[(position + way) % size], ring[(position - way) % size]
+        if not self.edges:
+            return Ends(target, source, self.ring.name, self.ring.name)
+        ahead, behind = (self.edges[_edge(place % size, size)].name for place in (position, position - 1))
+        return Ends(target, source, *((ahead, behind) if way == 1 else (behind, ahead)))
 
     def position(self, rank: int) -> int:
         """Return the place of a rank in its ring."""
@@ -89,23 +115,23 @@ def hop(
     overlap: bool,
 ) -> None:
     """Append one hop of a ring, ``way`` members on; without overlap the host waits for it."""
-    ring = over.group_of(builder.rank)
-    size, position = len(ring), ring.index(builder.rank)
-    target, source = ring[(position + way) % size], ring[(position - way) % size]
-    sent, taken = (_packs(builder, views) if over.packed else list(views) for views in (here, there))
-    sends, recvs = [Message(target, view) for view in sent], [Message(source, view) for view in taken]
-    if over.edges:
-        ahead, behind = (over.edges[_edge(place % size, size)].name for place in (position, position - 1))
-        out, into = (ahead, behind) if way == 1 else (behind, ahead)
-        for send, recv in zip(sends, recvs, strict=True):
-            builder.add(Exchange(label=label, communicator=out, sends=(send,), recvs=()))
-            builder.add(Exchange(label=f"receive for {label}", communicator=into, sends=(), recvs=(recv,)))
-        streams: tuple[str, ...] = (out, into)
-    else:
-        streams = (over.ring.name,)
-        builder.add(Exchange(label=label, communicator=over.ring.name, sends=tuple(sends), recvs=tuple(recvs)))
-    if not overlap:
-        builder.add(HostSync(label=f"wait for {label}", streams=streams))
+    ends = over.ends(builder.rank, way)
+
+    def write() -> None:
+        sent, taken = (_packs(builder, views) if over.packed else list(views) for views in (here, there))
+        sends, recvs = [Message(ends.target, view) for view in sent], [Message(ends.source, view) for view in taken]
+        if over.edges:
+            for send, recv in zip(sends, recvs, strict=True):
+                builder.add(Exchange(label=label, communicator=ends.out, sends=(send,), recvs=()))
+                builder.add(Exchange(label=f"receive for {label}", communicator=ends.into, sends=(), recvs=(recv,)))
+        else:
+            builder.add(Exchange(label=label, communicator=ends.out, sends=tuple(sends), recvs=tuple(recvs)))
+        if not overlap:
+            streams = tuple(dict.fromkeys((ends.out, ends.into)))
+            builder.add(HostSync(label=f"wait for {label}", streams=streams))
+
+    key = ("hop", ends.out, ends.into, over.packed, overlap)
+    builder.again(key, (*here, *there), label, write, (ends.target, ends.source))
 
 
 def _packs(builder: ProgramBuilder, views: Sequence[View]) -> list[View]:

@@ -373,7 +373,7 @@ def test_messages_apart_take_more_than_one_communicator(size: int, form: Message
         return schedule_of(program, size, 4 * size, tuple(dict.fromkeys((ring, *over.declared))))
 
     check(hops(apart))
-    refuses(hops(apart._replace(edges=(ring, ring, ring))), "deadlock")
+    refuses(hops(dataclasses.replace(apart, edges=(ring, ring, ring))), "deadlock")
 
 
 def test_collectives_on_two_communicators_in_opposite_order() -> None:

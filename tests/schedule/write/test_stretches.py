@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 
 from sim.schedule.ir.masks import Band, Span, Tokens
 from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.stretches import Stretched
 from sim.schedule.write.blocks import _of_band, blocks
+from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.stretches import Stretches
 from sim.words.workload import Workload
 from tests.helpers import VARIANTS, by_tier, make_model
@@ -22,9 +27,44 @@ NAMES = [name for name, variant in VARIANTS.items() if variant.schedule not in {
 )
 @pytest.mark.parametrize("mask", ["causal", "full"])
 def test_what_is_written_again_is_what_is_written_anew(name: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    again = _schedule(name, mask).to_json()
-    monkeypatch.setattr(Stretches, "of", lambda _, __: None)
-    assert _schedule(name, mask).to_json() == again
+    again = _schedule(name, mask)
+    into_json = again.to_json()
+    monkeypatch.setattr(ProgramBuilder, "again", _anew)
+    anew = _schedule(name, mask)
+    assert anew.to_json() == into_json
+    for one, other in zip(again.programs, anew.programs, strict=True):
+        assert isinstance(one.ops, Stretched)
+        assert isinstance(other.ops, tuple)
+        assert one == other
+
+
+@pytest.mark.parametrize("name", by_tier({"zigzag", "ring, queries travel"}, {"usp, sums as published"}, NAMES))
+def test_what_is_found_by_stretches_is_what_is_found_op_by_op(name: str) -> None:
+    for program in _schedule(name, "causal").programs:
+        by_stretches, op_by_op = (one.calls[0].fragment for one in (program, program.replace()))
+        (forms, which, views), (others, other_which, other_views) = by_stretches.formed, op_by_op.formed
+        assert all(one is other for one, other in zip(forms, others, strict=True))
+        assert np.array_equal(which, other_which)
+        assert np.array_equal(views, other_views)
+        assert by_stretches.peers == op_by_op.peers
+        assert by_stretches.exchanges.first == op_by_op.exchanges.first
+        assert np.array_equal(by_stretches.exchanges.at, op_by_op.exchanges.at)
+        assert np.array_equal(by_stretches.exchanges.which, op_by_op.exchanges.which)
+
+
+def test_ops_of_stretches_are_a_sequence() -> None:
+    ops = _schedule("zigzag", "causal").program(1).ops
+    some = tuple(ops)
+    assert (len(ops), ops[-1], ops[3:7], ops) == (len(some), some[-1], some[3:7], some)
+    assert ops != (*some[:-1], some[0])
+    assert pickle.loads(pickle.dumps(ops)) == some
+    with pytest.raises(IndexError):
+        ops[len(ops)]
+
+
+def _anew(_: ProgramBuilder, key: object, views: object, label: str, write: Callable[[], None], *peers: object) -> bool:
+    write()
+    return True
 
 
 def _schedule(name: str, mask: str) -> Schedule:
@@ -39,7 +79,7 @@ def test_ranks_write_most_stretches_again(monkeypatch: pytest.MonkeyPatch) -> No
     workload = Workload(model=make_model(8, 4, head_dim=4), seq=64, dtype="bf16", mask="causal", passes="both")
     schedule = VARIANTS["zigzag"].build(workload, VARIANTS["zigzag"].mesh(ranks, workload.model))
     assert len(schedule.programs) == ranks
-    assert 4 < len(written) < 16
+    assert 10 < len(written) < 32
 
 
 @pytest.mark.parametrize("seed", range(20))

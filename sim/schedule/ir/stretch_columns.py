@@ -1,0 +1,96 @@
+"""What ops that are written by stretches are, as arrays: found once for all places where a stretch is bound alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from sim.schedule.ir.exchanges import Exchanges, Ints
+from sim.schedule.ir.forms import Form, Formed
+from sim.schedule.ir.stretches import Bound, Stretched
+from sim.schedule.ir.views import Buffer
+
+
+def formed_of(ops: Stretched, buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> Formed:
+    """Return ops by their forms, as ``forms.formed`` does."""
+    like: dict[int, Hashable] = dict(enumerate(buffers))
+    like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
+    kinds, starts = _kinds(buffers, inputs), _starts(ops)
+    counts = np.array([len(place.bound.stretch.views) for place in ops.places], np.int64)
+    begins, firsts = np.cumsum(counts) - counts, np.array([place.first for place in ops.places], np.int64)
+    which, of_views = np.empty(len(ops), np.intp), np.empty(int(counts.sum()), np.intp)
+    numbers: dict[Form, int] = {}
+    first: list[int] = []
+    for bound, places in ops.by_bound:
+        rows = _bound(bound, firsts[places])
+        of_views[begins[places][:, None] + np.arange(rows.shape[1])] = rows
+        inside = (rows >= 0) & (rows < len(buffers))
+        for some in _alike(kinds[np.where(inside, rows, -1)]):
+            own = places[some]
+            forms = bound.stretch.forms(ops.places[own[0]], like, buffers)
+            for at, form in enumerate(forms, int(starts[own[0]])):
+                if numbers.setdefault(form, len(first)) == len(first):
+                    first.append(at)
+                first[numbers[form]] = min(first[numbers[form]], at)
+            which[starts[own][:, None] + np.arange(len(forms))] = [numbers[form] for form in forms]
+    order = np.argsort(first)
+    found, place = list(numbers), np.empty(len(first), np.intp)
+    place[order] = np.arange(len(first))
+    return Formed([found[number] for number in order.tolist()], place[which], of_views)
+
+
+def exchanges_of(ops: Stretched, formed: Formed) -> Exchanges:
+    """Return the Exchanges among ops that have these forms, as ``exchanges.exchanges_of`` does."""
+    starts, kinds = _starts(ops), dict[tuple[int, ...], list[Ints]]()
+    for bound, places in ops.by_bound:
+        for place, peers in zip(bound.stretch.exchanges, bound.exchanged, strict=True):
+            at = starts[places] + place
+            forms = formed.which[at]
+            for form in np.unique(forms).tolist():
+                kinds.setdefault((form, *peers), []).append(at[forms == form])
+    each = sorted([np.sort(np.concatenate(found)) for found in kinds.values()], key=lambda found: int(found[0]))
+    together = np.concatenate([np.zeros(0, np.int64), *each])
+    order = np.argsort(together)
+    which = np.repeat(np.arange(len(each)), [len(found) for found in each])
+    return Exchanges(together[order], which[order], [int(found[0]) for found in each])
+
+
+def peers_of(ops: Stretched) -> tuple[int, ...]:
+    """Return the ranks that messages come from and go to, one after the other."""
+    known = {id(bound): [peer for some in bound.exchanged for peer in some] for bound, _ in ops.by_bound}
+    return tuple([peer for place in ops.places for peer in known[id(place.bound)]])
+
+
+def _starts(ops: Stretched) -> Ints:
+    """Return of each place the number of its first op."""
+    return np.array([0, *ops.ends[:-1]], np.int64)
+
+
+def _bound(bound: Bound, firsts: Ints) -> Ints:
+    """Return (places, views): the numbers of the buffers of all views, where own ones begin with these."""
+    views, given = bound.stretch.views, np.array(bound.given, np.int64)
+    rows = firsts[:, None] + (views - len(given))
+    are_given = (views >= 0) & (views < len(given))
+    rows[:, are_given] = given[views[are_given]]
+    return rows
+
+
+def _kinds(buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> Ints:
+    """Return numbers that are the same for buffers that are the same object, and none for inputs; behind them one for
+    what is no buffer.
+    """
+    found = np.fromiter([*map(id, buffers), 0], np.int64, len(buffers) + 1)
+    some = [number for number in inputs if 0 <= number < len(buffers)]
+    found[some] = -1 - np.arange(len(some))
+    return found
+
+
+def _alike(rows: Ints) -> Iterator[Ints]:
+    """Yield which rows are equal, for each that there is."""
+    if (rows == rows[0]).all():
+        yield np.arange(len(rows))
+        return
+    _, which = np.unique(rows, axis=0, return_inverse=True)
+    for number in range(which.max() + 1):
+        yield np.flatnonzero(which.reshape(-1) == number)
