@@ -277,13 +277,12 @@ class _Ranks:
         the first replica, with tokens, peers and shards of its own.
         """
         mesh, role = self.mesh, self.mesh.role(rank)
-        layers = self.workload.scope != "attention"
-        for one in dict.fromkeys((mesh.first(role, *self.plans[0].alike), role) if layers else ()):
-            renaming = self._renaming(one, rank)
+        for one in dict.fromkeys((mesh.first(role, *self.plans[0].alike), role)):
+            renaming = self._renaming(one, rank) if rank != one else None
             if renaming is not None:
                 with suppress(LookupError):  # it turns tokens by other positions than those that it has
-                    return self._of_role(one) if rank == one else self._of_role(one).renamed(renaming)
-        own = self._written(rank)
+                    return self._of_role(one).renamed(renaming)
+        own = self._of_role(rank)
         return own if rank == role else own.renamed(Renaming(rank - role, mesh.replica(rank) * self.workload.batch))
 
     def _renaming(self, one: int, rank: int) -> Renaming | None:
