@@ -111,6 +111,7 @@ VARIANTS: dict[str, Variant] = {name: Variant(name) for name in SCHEDULES} | {
     "zigzag as TransformerEngine": Variant(
         "zigzag", {"messages": "packed-separate", "ring_backward": "kv-at-hand", "gradients": "model"}
     ),
+    "zigzag as torch": Variant("zigzag", {"rotation": "torch"}),
     "burst, packed and apart": Variant(
         "burst", {"messages": "packed-separate", "overlap": False, "communicators": "two"}
     ),
@@ -177,8 +178,8 @@ def is_refused(name: str, workload: Workload, ranks: int) -> bool:
     if chunk < workload.seq and (chunk % ranks or workload.seq % chunk):
         return True
     chosen = variant.options.values()
-    keeps_more = variant.schedule in {"upipe", "fpdt"} or "kv-at-hand" in chosen or "standard" in chosen
-    return keeps_more and not workload.forward
+    keeps_more = variant.schedule in {"upipe", "fpdt"} or {"kv-at-hand", "standard", "torch"} & {*chosen}
+    return bool(keeps_more) and not workload.forward
 
 
 def make_checked(name: str, workload: Workload, ranks: int) -> Checked:

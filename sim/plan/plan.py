@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from sim.base.cpu_time import CpuTime
 from sim.base.errors import InputError
@@ -12,7 +13,7 @@ from sim.engine.results.room import Room
 from sim.plan.answer import Plan
 from sim.plan.planned_batch import require_shared, with_batch
 from sim.plan.remedies import remedies
-from sim.plan.search.branches import Lost, Played
+from sim.plan.search.branches import Lost, Open, Played
 from sim.plan.search.families import as_ring, families
 from sim.plan.search.search import Progress, Search
 from sim.plan.search.space import OPTIONS, Family
@@ -22,6 +23,8 @@ from sim.setup.answers.table import Table
 from sim.setup.names import at_least_one
 from sim.setup.setup import Setup
 from topology.host import num_cores
+
+Found = TypeVar("Found", Open, Lost, Played)
 
 
 def plan(
@@ -132,7 +135,7 @@ def told(search: Search, most: int, prices: Mapping[Any, float], *, by_cost: boo
     words = ("the cheapest", "dearer") if by_cost else ("the fastest", "slower")
     return Plan(
         Table(_rows(search.best[:most], prices)),
-        Table([_lost(search, family, first_s, words) for family in search.families]),
+        Table(_by_family(search, first_s, words)),
         max(0.0, 1 - search.least_s / first_s) if first_s else float(bool(search.open)),
         len(search.played),
         search.count,
@@ -160,13 +163,36 @@ def _least_short(search: Search) -> Lost | None:
     return min((found for found in search.lost if found.memory), key=lambda found: found.missing_bytes, default=None)
 
 
-def _lost(search: Search, family: Family, first_s: float | None, words: tuple[str, str]) -> dict[str, Any]:
+def _by_family(search: Search, first_s: float | None, words: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return what became of each family."""
+    played, left, lost = _grouped(search.played), _grouped(search.open), _grouped(search.lost)
+    found = []
+    for family in search.families:
+        bounds = [search.least_of(one) for one in left.get(family.named, ())]
+        tried, gone = played.get(family.named, ()), lost.get(family.named, ())
+        found.append(_of_family(family, tried, bounds, gone, first_s, words))
+    return found
+
+
+def _grouped(found: Iterable[Found]) -> dict[str, list[Found]]:
+    """Return branches by the name of their family."""
+    groups: dict[str, list[Found]] = defaultdict(list)
+    for one in found:
+        groups[one.branch.family.named].append(one)
+    return groups
+
+
+def _of_family(
+    family: Family,
+    tried: Sequence[Played],
+    bounds: Sequence[float],
+    lost: Sequence[Lost],
+    first_s: float | None,
+    words: tuple[str, str],
+) -> dict[str, Any]:
     """Return what became of a family: its best step against the first, what bounds prove, what does not fit."""
     best, worse = words
-    tried = [one for one in search.played if one.branch.family.named == family.named]
     played = [one.batch_s for one in tried if one.reaches]
-    bounds = [search.least_of(found) for found in search.open if found.branch.family.named == family.named]
-    lost = [found for found in search.lost if found.branch.family.named == family.named]
     short = [found for found in lost if found.memory]
     refused = [found for found in lost if found.refused]
     late = [found.least_s for found in lost if found.least_s is not None]

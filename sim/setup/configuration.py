@@ -29,7 +29,7 @@ from sim.words.mesh import AXES, Mesh
 from sim.words.options import AllocatorName
 from sim.words.profile import Profile
 from sim.words.workload import Workload
-from topology.cluster import Cluster
+from topology.cluster import Cluster, cluster_of
 from topology.specs import ClusterSpec
 
 
@@ -109,7 +109,7 @@ class Configuration:
     @cached_property
     def cluster(self) -> Cluster:
         """The cluster, built."""
-        return Cluster(self.spec)
+        return cluster_of(self.spec)
 
     @property
     def allocator(self) -> AllocatorName | None:

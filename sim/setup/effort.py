@@ -109,7 +109,7 @@ BYTES = (0.55e3, 2.8e3, 0.5e3, 0.4e3, 17e3, 40.0)
 PLAN_BYTES = 1e3
 """Of a document on a rank of a plan, likewise."""
 BUILT = 1 / 3
-"""Share of the seconds that building, and walking through memory, takes without a proof or a play, likewise."""
+"""Share of the seconds that building takes without a proof, with a walk through memory or a play of one seed."""
 
 
 class Sizes(NamedTuple):
@@ -292,7 +292,7 @@ class Estimate(NamedTuple):
     ranks: int | None = None
     """How many programs are built, where that is not those of all that differ; 0 where only the header is."""
     share: float = 1.0
-    """Of the seconds: what only builds leaves out the proof and the play."""
+    """Of the seconds: below 1 nothing is proved, so that there are no supersteps."""
 
     def at(self, sizes: Sizes) -> Effort:
         """Return what it takes at some sizes."""
@@ -300,7 +300,8 @@ class Estimate(NamedTuple):
         mesh = msgspec.structs.replace(asked.mesh, ring=sizes.ring)
         ranks = self.ranks
         written, proved, played = growth.likeness.ranks(mesh) if ranks is None else (ranks,) * 3
-        times = Counts(ops=played, written=written, calls=proved, members=written, peers=played)
+        supersteps = proved if self.share == 1.0 else 0
+        times = Counts(ops=played, written=written, calls=supersteps, members=written, peers=played)
         each = (count * ranks for count, ranks in zip(growth.at(sizes), times, strict=True))
         counts = (*each, sizes.documents * mesh.ring**2)
         seconds = math.fsum(count * rate for count, rate in zip(counts, SECONDS, strict=True))

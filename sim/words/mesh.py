@@ -95,6 +95,12 @@ class Mesh(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the rank that has the same place in the first replica."""
         return rank - self.replica(rank) * self.replica_stride
 
+    @property
+    def roles(self) -> list[int]:
+        """Of every rank the one that has the same place in the first replica."""
+        stride, block = self.replica_stride, self.replica_stride * self.dp
+        return [rank // block * block + rank % stride for rank in range(self.size)]
+
     def along(self, rank: int, axis: Axis, places: Iterable[int]) -> list[int]:
         """Return the ranks that differ from one in their places along an axis only."""
         first, stride = self.first(rank, axis), self._stride(axis)

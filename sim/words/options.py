@@ -159,6 +159,12 @@ class LayerOptions:
     runtime/zero/config.py, overlap_comm_valid); always. Where they do not and owners copy their part of an all-reduce,
     they do so behind the kernels of the next unit, and gradients are packed in two buffers in turn (stage_1_and_2.py,
     average_tensor and setup_buckets)."""
+    divides: Literal["in-sums", "before"] = "in-sums"
+    """Where gradients become means over ranks: in the collective that sums them, as of FSDP2 in bf16 and fp32 (torch
+    2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py, _get_gradient_divide_factors), or in the copy to a bucket,
+    as of torch's DDP; or before, in a pass over all of a gradient where it lies, as Megatron-Core's without
+    average_in_collective (megatron-core 0.16.1 distributed/param_and_grad_buffer.py, start_grad_sync) and FSDP1's
+    (torch 2.13 distributed/fsdp/_runtime_utils.py, _reduce_grad, which divides what a rank owns once more)."""
     bucket_mb: int = 0
     """At how many MiB of gradients, in the model's data type, an all-reduce of them ends, with the weight that reaches
     so many, as DDP's bucket_cap_mb: from the last weight of a unit to its first, so that a unit's last bucket may be
@@ -317,11 +323,12 @@ OF_GROUPS: dict[str, Any] = {
 }  # fmt: skip
 """Defaults of what is of tensor parallelism: where ranks have whole weights other values change nothing."""
 
-_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "sharding": "sequence",
-          "halves": "slices", "accumulate": "copies", "accumulate_in": "fp32", "reduce_to": "owner",
-          "reduce_by": "reduce-scatter", "sum_waits": "never", "bucket_mb": 0, "backward_prefetch": "ahead",
-          "gather": "units", "weights": "gpu", "host_waits": "never", "modules": "fused", "products": "apart",
-          "pipeline_schedule": "1f1b", "pipeline_chunks": 1, "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
+_LATER = {"offloaded": "all", "offload_from": 0, "rotary_table": False, "sums": "needed", "rotation": "hops",
+          "sharding": "sequence", "halves": "slices", "accumulate": "copies", "accumulate_in": "fp32",
+          "reduce_to": "owner", "reduce_by": "reduce-scatter", "sum_waits": "never", "divides": "in-sums",
+          "bucket_mb": 0, "backward_prefetch": "ahead", "gather": "units", "weights": "gpu", "host_waits": "never",
+          "modules": "fused", "products": "apart", "pipeline_schedule": "1f1b", "pipeline_chunks": 1,
+          "pipeline_layers": "", **OF_GROUPS}  # fmt: skip
 """Defaults that no header has, so that schedules without these options keep their hash."""
 
 OF_LAYERS = ("modules", "products", *OF_GROUPS)
@@ -330,8 +337,8 @@ OF_LAYERS = ("modules", "products", *OF_GROUPS)
 OF_STEPS = (
     *("checkpoint", "loss", "mlp", "micro_batches", "zero_stage", "shards", "prefetch", "backward_prefetch", "reduce"),
     *("weight_communicators", "optimiser", "optimiser_states", "sync", "rotary_table"),
-    *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "sum_waits", "bucket_mb", "gather", "host_waits"),
-    *("weights", "pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
+    *("accumulate", "accumulate_in", "reduce_to", "reduce_by", "sum_waits", "divides", "bucket_mb", "gather"),
+    *("host_waits", "weights", "pipeline_schedule", "pipeline_chunks", "pipeline_layers"),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import subprocess
@@ -23,6 +24,7 @@ from sim.plan.search.room import room
 from sim.plan.search.search import Search
 from sim.plan.search.space import OPTIONS, Branch, Family
 from sim.plan.search.steps import step_of
+from sim.plan.search.usual import cut_of, guesses, of_many
 from sim.schedule.methods.catalog import SCHEDULES
 
 SMALL = Setup(model="tiny", cluster="hgx-h100", gpus=4, seq="16K", layers=2)
@@ -303,26 +305,34 @@ def test_a_usual_configuration_that_fits_is_known_first() -> None:
 
 
 @pytest.mark.sweep
-def test_of_many_families_one_of_each_way_to_cut_weights_is_known_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few the first that fits is enough."""
+def test_of_many_families_those_cuts_are_known_first_that_may_be_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All whose guesses are near the least one; of others none, once one is known. Of few families the first that fits
+    is enough.
+    """
     some = SMALL.replace(schedule="ulysses", gpus=2, layers=2, global_batch=4)
     there = families(some, {"checkpoint": ["none", "full"], "tp_degree": ["1", "2"], "pp_degree": ["1", "2"]})
+    guessed_s = guesses(there, lambda: False)
+    assert sorted(guessed_s) == [(1, 1), (1, 2), (2, 1)]
 
-    def known(many: int) -> list[tuple[int, int]]:
-        """Return the cuts of the first three that are known."""
-        cuts: list[tuple[int, int]] = []
+    def known(near: float) -> list[tuple[int, int]]:
+        monkeypatch.setattr("sim.plan.search.usual.NEAR", near)
+        return [cut_of(one.branch.family) for one in of_many(there, guessed_s, lambda: False)]
 
-        def show(done: int, count: int, left_s: float, best: Sequence[Played]) -> None:
-            cuts[:] = [(one.branch.family.setup.tp_degree, one.branch.family.setup.pp_degree) for one in best]
-            if len(cuts) == 3:
-                raise KeyboardInterrupt
+    assert known(math.inf) == sorted(guessed_s, key=lambda cut: (cut[1], guessed_s[cut]))
+    assert known(1.0) == [min(guessed_s, key=guessed_s.__getitem__)]
+    monkeypatch.setattr("sim.plan.search.usual._fits", lambda leaf: cut_of(leaf.family) == (1, 2))
+    assert known(1.0) == [(1, 2)]
 
-        monkeypatch.setattr("sim.plan.search.search.MANY", many)
-        Search(there, 99, CpuTime(), show).run(1)
-        return sorted(cuts)
 
-    assert known(1) == [(1, 1), (1, 2), (2, 1)]
-    assert len(set(known(len(there) + 1))) < 3
+@pytest.mark.sweep
+def test_a_search_of_many_families_ends_with_what_one_of_few_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the order differs."""
+    some = SMALL.replace(schedule="ulysses", gpus=2, layers=2, global_batch=4)
+    options = {"checkpoint": ["none", "full"], "tp_degree": ["1", "2"], "pp_degree": ["1", "2"]}
+    few = longstep.plan(some, options=options, jobs=1)
+    monkeypatch.setattr("sim.plan.search.search.MANY", 1)
+    many = longstep.plan(some, options=options, jobs=1)
+    assert [*many.best] == [*few.best]
 
 
 def test_what_takes_the_same_stands_in_the_order_of_its_values() -> None:

@@ -8,7 +8,7 @@ from typing import assert_never
 import torch
 
 from runtime.execution.tensors import Storage
-from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
+from sim.schedule.ir.ops import AdamW, Divide, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.words.optimiser import ADAM
 
 Tensor = torch.Tensor
@@ -28,6 +28,9 @@ def run_state_kernel(op: StateKernel | HostAdamW, storage: Storage) -> str:
         for source, part in zip(sources, flat.split([source.numel() for source in sources]), strict=True):
             part.add_(source) if op.adds else part.copy_(source)
         return f"aten split, {'add_' if op.adds else 'copy_'}"
+    if isinstance(op, Divide):
+        storage.write(op.gradient).div_(1.0)
+        return "aten div_"
     if isinstance(op, SquareSum):
         square = storage.write(op.square)
         found = square_sum(storage.read(op.gradient), square.dtype)

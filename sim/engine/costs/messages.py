@@ -135,7 +135,8 @@ class MessageCosts:
             if isinstance(op, Barrier) or len(ranks) == 1:
                 self._collective_cache[key] = (Latency(traffic.latency_s),)
             else:
-                least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, near), self._cluster)
+                some = None if near is None else range(near)
+                least_s = least_seconds(needs(op.name, ranks, nbytes, self._cluster, some), self._cluster)
                 first, *others = by_node(ranks, self._cluster)
                 nodes, inside = 1 + len(others), traffic.nbytes
                 if others and op.name == "all_reduce":

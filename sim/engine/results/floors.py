@@ -31,12 +31,13 @@ def floors(folded: Fold) -> dict[str, float]:
     return dict(sorted(lower.items()))
 
 
-def link_floors(work: Work, cluster: Cluster, folded: Fold | None = None) -> dict[str, float]:
+def link_floors(work: Work, cluster: Cluster, folded: Fold | None = None, of: range | None = None) -> dict[str, float]:
     """Return the seconds that the link, or the links of a rank or node together, with most to carry take at least, by
-    their widest kind; of work that was ``folded`` with what members of groups ask that are not played.
+    their widest kind; of work that was ``folded`` with what members of groups ask that are not played. Of collectives
+    only what the nodes of some ranks carry is looked at where it is asked ``of`` these.
     """
     together: dict[frozenset[int], float] = {}
-    for links, nbytes in _needs(work, cluster, folded):
+    for links, nbytes in _needs(work, cluster, folded, of):
         together[links] = together.get(links, 0.0) + nbytes
     lower: dict[str, float] = {}
     for links, nbytes in _with_inner(together):
@@ -45,13 +46,15 @@ def link_floors(work: Work, cluster: Cluster, folded: Fold | None = None) -> dic
     return lower
 
 
-def _needs(work: Work, cluster: Cluster, folded: Fold | None) -> Iterator[Need]:
+def _needs(work: Work, cluster: Cluster, folded: Fold | None, of: range | None) -> Iterator[Need]:
     """Yield what links carry at least: of messages and copies the links of their way, of collectives what any needs."""
     images = _images(folded) if folded and "tp" in folded.played else {}
     for more, times in of_routes(work, cluster):
         yield from _also_of(images, ((frozenset([link]), nbytes * times) for link, nbytes in more.items()))
     for (name, ranks, nbytes), count in work.collectives.items():
-        found = ((links, least * count) for links, least in needs(name, ranks, nbytes, cluster, played(ranks, work)))
+        near = played(ranks, work)
+        some = of if near is None else range(near)
+        found = ((links, least * count) for links, least in needs(name, ranks, nbytes, cluster, some))
         yield from _also_of(images, found) if images and folded and _is_of_one_member(ranks, folded) else found
 
 

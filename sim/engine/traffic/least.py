@@ -36,27 +36,27 @@ class _Ends(NamedTuple):
 
 
 def needs(
-    kind: CollectiveName, ranks: tuple[int, ...], nbytes: float, cluster: Cluster, played: int | None = None
+    kind: CollectiveName, ranks: tuple[int, ...], nbytes: float, cluster: Cluster, of: range | None = None
 ) -> Iterator[Need]:
     """Yield what a collective over ``ranks`` needs; ``nbytes`` is one part (of an all-reduce the whole).
 
-    With ``played`` it is what concerns the nodes of ranks below that number, which all others are like. Where a rank is
-    alone on its node, the same links may be its own and its node's: they are named once.
+    With ``of`` it is what concerns the nodes of these ranks. Where a rank is alone on its node, the same links may be
+    its own and its node's: they are named once.
     """
     found: dict[frozenset[int], float] = {}
-    for links, least in _of_ranks_and_nodes(kind, ranks, nbytes, cluster, played):
+    for links, least in _of_ranks_and_nodes(kind, ranks, nbytes, cluster, of):
         found[links] = max(found.get(links, 0.0), least)
     yield from found.items()
 
 
 def _of_ranks_and_nodes(
-    kind: CollectiveName, ranks: tuple[int, ...], nbytes: float, cluster: Cluster, played: int | None
+    kind: CollectiveName, ranks: tuple[int, ...], nbytes: float, cluster: Cluster, of: range | None
 ) -> Iterator[Need]:
     """Yield what each rank needs, then what each node does."""
     n = len(ranks)
     if n == 1 or kind == "barrier":
         return
-    ends = _ends(cluster).of(ranks, cluster, played)
+    ends = _ends(cluster).among(ranks, cluster, of)
     if kind == "all_reduce":
         yield from _of_sums(n, nbytes, ends, cluster)
     elif kind == "all_gather" or kind == "reduce_scatter" or kind == "all_to_all":  # noqa: PLR1714 - mypy narrows these
@@ -97,13 +97,13 @@ class _EndsOf:
     """The ends of groups on one cluster, found once."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[tuple[int, ...], int | None], _Ends] = {}
+        self._found: dict[tuple[tuple[int, ...], range | None], _Ends] = {}
 
-    def of(self, ranks: tuple[int, ...], cluster: Cluster, played: int | None) -> _Ends:
-        """Return those of a group, or of its nodes with ranks below ``played``."""
-        key = ranks, played
+    def among(self, ranks: tuple[int, ...], cluster: Cluster, of: range | None) -> _Ends:
+        """Return those of a group, or of its nodes with some ranks ``of`` these."""
+        key = ranks, of
         if key not in self._found:
-            self._found[key] = _find_ends(ranks, cluster, played)
+            self._found[key] = _find_ends(ranks, cluster, of)
         return self._found[key]
 
 
@@ -112,11 +112,11 @@ def _ends(_: Cluster) -> _EndsOf:
     return _EndsOf()
 
 
-def _find_ends(ranks: tuple[int, ...], cluster: Cluster, played: int | None) -> _Ends:
+def _find_ends(ranks: tuple[int, ...], cluster: Cluster, of: range | None) -> _Ends:
     nodes = by_node(ranks, cluster)
     out, into, node_out, node_into, counts = [], [], [], [], []
     for number, members in enumerate(nodes):
-        if played is not None and min(members) >= played:
+        if of is not None and not any(rank in of for rank in members):
             continue
         counts.append(len(members))
         there, back = [], []

@@ -86,7 +86,7 @@ def least_seconds(found: Configuration) -> Least:
         if use and op.stream == COMPUTE
     )
     taken = [(of_states, count * cost.kernel_seconds(program.rank, use)[0]) for (use, of_states), count in runs.items()]
-    links = link_floors(_work_of(schedule, program), found.cluster)
+    links = link_floors(_work_of(schedule, program), found.cluster, of=range(program.rank, program.rank + 1))
     return Least(
         kernels_s=math.fsum(taken_s for of_states, taken_s in taken if not of_states),
         states_s=math.fsum(taken_s for of_states, taken_s in taken if of_states),
@@ -108,9 +108,9 @@ def least_room(found: Configuration, *, reserved: bool = False) -> Room:
     programs = {rank: schedule.program(rank) for rank in ranks}
     derived = {rank: derive(one) for rank, one in programs.items()}
     walked = {rank: walk(one, derived[rank]) for rank, one in programs.items()}
-    alike = {mesh.place(rank)["pp"]: rank for rank in ranks}
-    roles = ((rank, mesh.role(rank)) for rank in range(mesh.size))
-    of_ranks = [walked.get(role) or walked[alike[mesh.place(rank)["pp"]]] for rank, role in roles]
+    alike = {mesh.place(rank)["pp"]: walked[rank] for rank in ranks}
+    of_roles = {role: walked.get(role) or alike[mesh.place(role)["pp"]] for role in mesh.first_replica}
+    of_ranks = [of_roles[role] for role in mesh.roles]
     stages = (Allocations(programs[rank], derived[rank]) for rank in fullest_of(mesh, walked))
     allocator = allocated_for(stages, found.cluster, found.allocator) if reserved else None
     return room_of(schedule.header, of_ranks, found.cluster, allocator)

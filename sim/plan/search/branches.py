@@ -83,12 +83,17 @@ def least_of(setup: Setup) -> Least:
     """Return lower bounds of the seconds of a training step. Those of many layers and micro-batches follow from those
     of few; a pipeline's have its bubbles.
     """
-    few = of_turns(setup, steady=False)
-    found = _told(few, lambda one: _told(of_layers(one, PLAYED), _least, Least.with_layers), Least.with_more)
+    found = least_of_rank(setup)
     if setup.resolved().mesh.pp == 1:
         return found
     steps = least_steps(setup)
     return found._replace(kernels_s=steps.passes_s, states_s=steps.all_s - steps.passes_s)
+
+
+def least_of_rank(setup: Setup) -> Least:
+    """Return the same of one rank alone, in a pipeline of the last stage, which waits for no other."""
+    few = of_turns(setup, steady=False)
+    return _told(few, lambda one: _told(of_layers(one, PLAYED), _least, Least.with_layers), Least.with_more)
 
 
 def _least(setup: Setup) -> Least:

@@ -86,15 +86,19 @@ def families(
             if not _is_tried(method, mesh, setup, sequences):
                 continue
             base = _placed(setup, method, mesh, gpus, sequences)
+            orders = [*pipelines(base, options, fixed, asked=asked)]
+            if not orders:
+                continue
+            spelled = base.spelled_out()
             each = setup.batch * mesh.dp if sequences is None else sequences
             worth, within_s = each if price is None else each / (price * gpus), target.within_s(each * tokens)
             inside = {"TP": mesh.tp, "U": mesh.ulysses, "R": mesh.ring}
             sharing = states(base, options, fixed)
             for chosen in _chosen(method, mesh, options, per_node, fixed):
                 like = _named(method.title, inside, mesh.dp * mesh.pp, chosen, beside) if mesh.pp > 1 else ""
-                for pipeline in pipelines(base, options, fixed, asked=asked):
+                for pipeline in orders:
                     own = {**chosen, **pipeline.options}
-                    one = base.replace(set={f"schedule.{key}": value for key, value in own.items()}).spelled_out()
+                    one = spelled.replace(set={f"schedule.{key}": value for key, value in own.items()})
                     groups = grid_of(one, tensors)
                     grid = {**groups, **method.grid}
                     for shared in sharing:

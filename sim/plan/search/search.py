@@ -19,7 +19,7 @@ from sim.base.workers import Workers
 from sim.plan.search.bounds import Least
 from sim.plan.search.branches import Lost, Open, Played, opened, parts, played
 from sim.plan.search.space import Branch, Family
-from sim.plan.search.usual import that_fit
+from sim.plan.search.usual import MANY, cut_of, guesses, of_many, that_fit
 
 Progress = Callable[[int, int, float, Sequence[Played]], object]
 """Told how many configurations are settled, of how many, the seconds of CPU time that are left, and the best so far, of
@@ -30,10 +30,6 @@ NEAR = 1.02
 
 _SOON_S = 0.05
 """How soon it is asked again at the earliest how much CPU time is left."""
-
-MANY = 256
-"""Families of which a usual configuration of each way to cut weights is played first: the bounds of a family take 0.3
-to 2 s of a core, so that those of all take minutes."""
 
 LARGE = 4
 """How many times the ops of the smallest program one has that is looked at last, where any that fits will do."""
@@ -141,18 +137,35 @@ class Search:
         return self._cpu.interrupted and bool(self.open)
 
     def _begin(self) -> None:
-        """Look for a usual configuration that fits, so that something is known at once; of ``MANY`` families for one of
-        each way to cut weights, since bounds of all may take longer than there is time.
-        """
+        """Look for a usual configuration that fits, so that something is known at once."""
         if self._leanest_first or self._enough_s:
             return
-        for found in that_fit(self.families, lambda: self._left_s() <= 0):
+        if len(self.families) >= MANY:
+            self._begin_with_many()
+        elif found := next((one for one in that_fit(self.families, self._is_late) if one.reaches), None):
+            self.know(found)
+            self._usual = found.branch.family.named
+            self._tell(self._left_s())
+
+    def _begin_with_many(self) -> None:
+        """Look for usual configurations of the cuts of weights that may be fastest. Bounds of all families may take
+        longer than there is time: those are asked for at once that cut weights as the best does and have as many
+        replicas, others in the order of their cuts' guesses.
+        """
+        guessed_s = guesses(self.families, self._is_late)
+        for found in of_many(self.families, guessed_s, self._is_late):
             if found.reaches:
                 self.know(found)
-                self._usual = self.best[0].branch.family.named
                 self._tell(self._left_s())
-            if len(self.families) < MANY:
-                return
+        self.open.sort(key=lambda one: guessed_s[cut_of(one.branch.family)])
+
+        def size(one: Open | Played) -> tuple[int, int, int]:
+            return (*cut_of(one.branch.family), one.branch.family.setup.dp_degree)
+
+        self._at_once = {id(one) for one in self.open if self.best and size(one) == size(self.best[0])}
+
+    def _is_late(self) -> bool:
+        return self._left_s() <= 0
 
     def _left_s(self, workers_s: float = 0.0) -> float:
         return self._cpu.left_s(workers_s) - self._kept_s

@@ -82,8 +82,13 @@ def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]
         if several and (turns % pp or (layers % (CHUNKS * pp) and not cut)):
             continue
         chosen = {"pipeline_schedule": name} | ({"pipeline_chunks": str(CHUNKS)} if several else {})
-        waits = 0.0 if cut else _SURE * _WAITS.get(name, 0.0)  # what equal stages wait for a head is not sure of others
-        yield Pipeline({**chosen, **cut}, waits * (pp - 1) / turns)
+        sure = 0.0 if cut else _SURE  # what equal stages wait for a head is not sure of others
+        yield Pipeline({**chosen, **cut}, sure * waits(name, pp, turns))
+
+
+def waits(name: str, pp: int, turns: int) -> float:
+    """Return how many times its kernels a stage waits in an order, by the closed forms; 0 where there is none."""
+    return _WAITS.get(name, 0.0) * (pp - 1) / turns
 
 
 def states(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]) -> list[Mapping[str, str]]:

@@ -39,6 +39,7 @@ _InPlace: TypeAlias = (
     | ops.Embed
     | ops.Unpack
     | ops.Pack
+    | ops.Divide
     | ops.Zero
     | ops.Hold
 )

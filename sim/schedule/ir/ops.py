@@ -742,6 +742,15 @@ class Pack(_Kernel, frozen=True, kw_only=True):
     Executed, this kernel adds all."""
 
 
+class Divide(_Kernel, frozen=True, kw_only=True):
+    """A flat gradient divided where it lies, by the number of ranks whose gradients are summed. The gradient of a loss
+    is that of its mean over the tokens of all ranks here, so that this writes what it reads.
+    """
+
+    meta = Meta("/", "divide", "other", "divide", 1)
+    gradient: Annotated[View, InOut("i")]
+
+
 class SquareSum(_Kernel, frozen=True, kw_only=True):
     """square (1) = the sum of the squares of a flat gradient's elements; or square += it."""
 
@@ -913,7 +922,7 @@ ProductKernel: TypeAlias = Gemm | BiasedGemm | JoinedGemm
 """Products of matrices."""
 TiledKernel: TypeAlias = TiledMlp | TiledMlpBackward
 """Loops of other kernels over tiles of tokens."""
-StateKernel: TypeAlias = Unpack | Pack | SquareSum | AdamW
+StateKernel: TypeAlias = Unpack | Pack | Divide | SquareSum | AdamW
 """What handles weights and what an optimiser has of them, element by element."""
 StreamingKernel: TypeAlias = (
     Delta | Merge | TokenSum | NormKernel | Rope | MlpKernel | Scale | EndKernel | StateKernel

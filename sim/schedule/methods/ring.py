@@ -19,6 +19,7 @@ from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Delta, Hold
 from sim.schedule.ir.program import Communicator, Schedule
 from sim.schedule.ir.views import View
+from sim.schedule.methods.torch_ring import TorchRing
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
@@ -63,6 +64,13 @@ class RingOptions(HopOptions):
     or as ring-flash-attention and yunchang do it (yunchang 0.6.4 ring/zigzag_ring_flash_attn.py): in fp32 even where
     there is one, a ring of one sends dK and dV to itself, and what the backward function makes and is given is held
     until it returns."""
+    rotation: Literal["hops", "torch"] = "hops"
+    """How keys and values come around: from neighbour to neighbour, or as torch's context_parallel has them, with all
+    that it copies: see ``torch_ring``."""
+
+
+_OF_HOPS = {"ring_backward": "own-kv", "sums": "needed", "messages": "grouped", "halves": "slices"}
+"""Options of what hops from neighbour to neighbour, where torch's context_parallel has no other way."""
 
 
 def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) -> Schedule:
@@ -81,15 +89,29 @@ def build(workload: Workload, mesh: Mesh, options: RingOptions = RingOptions()) 
             name="ring",
             communicators=rings.declared,
             shard=shard,
-            attention=lambda b: RingAttention(b, rings, layout, shard(b.rank), options),
+            attention=lambda b: ring_attention(b, rings, layout, shard(b.rank), options),
             wire_bytes=lambda work: ring_bytes(work, options, mesh.ring),
             source=(
                 "arXiv:2310.01889 §3; hops and data types as in ring-flash-attention, TransformerEngine or BurstEngine"
             ),
-            keeps_inputs=options.ring_backward == "kv-at-hand",
+            keeps_inputs=keeps_inputs(options),
         )
 
     return build_around(plan, workload, mesh, options)
+
+
+def keeps_inputs(options: RingOptions) -> bool:
+    """Return whether a ring keeps keys and values in a form of its own."""
+    return options.ring_backward == "kv-at-hand" or options.rotation == "torch"
+
+
+def ring_attention(
+    builder: ProgramBuilder, rings: Rings, layout: Sequence[Tokens], shard: Shard, options: RingOptions
+) -> RingAttention | TorchRing:
+    """Return ring attention of one rank, as its options have it."""
+    if options.rotation == "hops":
+        return RingAttention(builder, rings, layout, shard, options)
+    return TorchRing(builder, rings, layout, shard, options, sharding=options.sharding, overlap=options.overlap)
 
 
 class Rings(NamedTuple):
@@ -120,6 +142,14 @@ def check_backward(workload: Workload, options: RingOptions) -> None:
             f"`set` schedule.sums=published is how ring-flash-attention sums, which does not have schedule."
             f"ring_backward={options.ring_backward}: leave out one of them"
         )
+    if options.rotation == "torch":
+        needs_forward(workload, "rotation torch")
+        for name, own in _OF_HOPS.items():
+            if (value := getattr(options, name)) != own:
+                raise InputError(
+                    f"`set` schedule.rotation=torch is torch's context_parallel, which does not have schedule."
+                    f"{name}={value}: leave out one of them"
+                )
 
 
 class RingAttention:
@@ -287,6 +317,8 @@ def ring_bytes(workload: Workload, options: RingOptions, size: int, rings: int =
     element = DTYPE_BYTES[workload.dtype]
     heads, kv_heads = model.num_heads // rings, max(1, model.num_kv_heads // rings)
     q, kv = rows * heads * model.head_dim, 2 * rows * kv_heads * model.head_dim
+    if options.rotation == "torch":
+        kv = 2 * q
     summed = DTYPE_BYTES[gradient_dtype(workload, options)]
     total = 0
     if workload.forward:

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 from sim.schedule.ir.layout import laid_out, shared_out
 from sim.schedule.ir.program import Communicator, Schedule
-from sim.schedule.methods.ring import RingAttention, RingOptions, check_backward, ring_bytes, ring_communicators
+from sim.schedule.methods.ring import (
+    RingAttention,
+    RingOptions,
+    check_backward,
+    keeps_inputs,
+    ring_attention,
+    ring_bytes,
+    ring_communicators,
+)
+from sim.schedule.methods.torch_ring import TorchRing
 from sim.schedule.methods.ulysses import UlyssesAttention, check_heads, input_bytes, ulysses_bytes
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.attention import DistributedAttention, Shard, all_heads
@@ -43,7 +52,7 @@ def build(workload: Workload, mesh: Mesh, options: UspOptions = UspOptions()) ->
         wire_bytes=lambda work: ulysses_bytes(work, mesh.ulysses) + ring_bytes(work, options, mesh.ring, mesh.ulysses),
         source="arXiv:2405.07719 §3; its rings as in ring-flash-attention",
         laid_out_bytes=lambda work: input_bytes(work, mesh.ulysses),
-        keeps_inputs=options.ring_backward == "kv-at-hand",
+        keeps_inputs=keeps_inputs(options),
     )
 
 
@@ -71,8 +80,8 @@ def around_rings(
         shares = shared_out(options.layout, work, mesh.ring, mesh.ulysses, options.sharding)
         layout = laid_out(options.layout, work, mesh.ring, options.sharding)
 
-        def inside(b: ProgramBuilder, shard: Shard) -> RingAttention:
-            return RingAttention(b, rings, layout, shard, options)
+        def inside(b: ProgramBuilder, shard: Shard) -> RingAttention | TorchRing:
+            return ring_attention(b, rings, layout, shard, options)
 
         def shard(rank: int) -> Shard:
             place = mesh.place(rank)

@@ -114,6 +114,12 @@ class SoftmaxAccumulator:
         self._add(self._filled.take(rows), rows, part, label)
         self._finish()
 
+    def copy_sum(self, label: str) -> None:
+        """Copy the sum of outputs to a new buffer, to which further parts are added."""
+        into = self._b.like("out sum", self._sum, "attention")
+        self._b.copy(self._sum, into, f"copy for {label}")
+        self._sum = into
+
     def _add(self, pieces: _Rows, rows: slice, part: tuple[View, View], label: str) -> None:
         """Add a partial (out, lse) of these rows: merged where they hold something, else copied."""
         b = self._b

@@ -184,6 +184,7 @@ WIRE: dict[str, Callable[[int], int]] = {
     "ring, packed": ring_wire,
     "ring, messages apart": ring_wire,
     "zigzag as TransformerEngine": lambda p: ring_wire(p, behind=E, hops=p - 1),
+    "zigzag as torch": lambda p: ring_wire(p, kv_heads=HEADS_Q),
     "burst, packed and apart": lambda p: burst_wire(p, behind=E),
     "double ring, packed and apart": lambda p: ring_wire(p, hops={1: 0, 2: 2, 4: 4 + 2}[p]),
     "usp, messages apart": lambda p: ulysses_wire(min(p, 2)) + ring_wire(max(p // 2, 1)),

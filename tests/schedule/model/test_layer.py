@@ -111,6 +111,7 @@ def test_every_kernel_has_a_cost() -> None:
                 programs += linear.build(workload, Mesh(ring=2)).programs
                 programs += single.build(workload, Mesh(tp=2)).programs
                 programs += make_step("single", 1, workload, products="joined").schedule.programs
+                programs += make_step("ring", 2, workload, divides="before").schedule.programs
                 for lines in BLOCKS:
                     other = msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, **lines))
                     for modules in ("fused", "eager"):

@@ -21,6 +21,7 @@ from sim.schedule.ir.ops import (
     Accumulate,
     AllGather,
     AllReduce,
+    Divide,
     Embed,
     Hold,
     HostSync,
@@ -213,6 +214,19 @@ def test_kernels_run_beside_sums_or_wait_for_them(by: str) -> None:
     assert "EmbedBackward" in behind_first
     for waits in ("below-3", "always"):
         assert not any(beside_sums(reduce_by=by, sum_waits=waits))
+
+
+@pytest.mark.parametrize("stage", slow_but({1}, [0, 1, 2, 3]))
+def test_gradients_are_divided_before_each_sum(stage: int) -> None:
+    """In a pass that reads and writes all of each, but where there is nobody to sum with."""
+    checked = is_exact("ring", 2, step(batch=2), dp=2, zero_stage=stage, micro_batches=2, divides="before")
+    for program, uses in zip(checked.schedule.programs, checked.kernels, strict=True):
+        divided = [(op.label, use) for op, use in zip(program.ops, uses, strict=True) if isinstance(op, Divide) and use]
+        sums = [op.label for op in program.ops if isinstance(op, ReduceScatter | AllReduce)]
+        assert [label for label, _ in divided] == [f"divide {label[7:]}" for label in sums if label[:7] == "reduce "]
+        assert all(use.hbm_bytes == 2 * 8 * use.shape[0] for _, use in divided)
+    alone = make_step("single", 1, step(), divides="before").schedule.program(0)
+    assert not any(isinstance(op, Divide) for op in alone.ops)
 
 
 @pytest.mark.parametrize("waits", slow_but({"never"}, ["never", "always"]))

@@ -154,6 +154,7 @@ OF_STEPS: dict[str, tuple[Any, ...]] = {
     "backward_prefetch": ("ahead", "never"),
     "gather": ("units", "units", "all"),
     "optimiser": ("gpu", "gpu", "host"),
+    "divides": ("in-sums", "before"),
 }
 """What their steps are drawn of."""
 

@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import UNSET, UnsetType
 
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import Accumulate, AllReduce, Hold, HostSync, Pack, ReduceScatter, SquareSum, Zero
+from sim.schedule.ir.ops import Accumulate, AllReduce, Divide, Hold, HostSync, Pack, ReduceScatter, SquareSum, Zero
 from sim.schedule.ir.program import Communicator
 from sim.schedule.ir.tensors import Tensor, d, dtype_of
 from sim.schedule.ir.views import Split, View
@@ -175,12 +175,14 @@ class Summing:
         parallel/tied_parameters.py, sync_tied_weights_gradients; megatron-core 0.16.1
         distributed/finalize_model_grads.py, _allreduce_non_tensor_model_parallel_grads).
         """
-        b, (gradients, _) = self._b, self._over
+        b, (gradients, across) = self._b, self._over
         ends = [*accumulate(math.prod(weight.shape(b.workload.model)) for weight in unit.weights)]
         for start, stop, weight in zip([0, *ends], ends, unit.weights, strict=False):
             if self._sums_whole and b.share.is_norm(weight) and not self._lacks_norms(unit):
                 self._sum_over_group(weight, flat[start:stop])
         own = flat
+        if self._owned.options.divides == "before" and (gradients or across):
+            b.add(Divide(label=f"divide {unit.name}", gradient=flat))
         if gradients and self._owned.stage and not self._to_all and not self._owned.options.cuts_sums:
             own, sends = b.new(self._gradient(unit), self._owned.each(unit.flat)), Split(flat, 0, self._owned.num_parts)
             b.add(ReduceScatter(label=f"reduce {unit.name}", communicator=gradients.name, sends=sends, recv=own))

@@ -252,6 +252,8 @@ class AttentionRules(NamedTuple):
                 raise ScheduleError(f"{brief(whole.content)} used as queries")
             low, high = whole.box[HEADS]
             cuts = {low, high}.union(*[(ratio * first, ratio * last) for first, last in heads])
+            if ratio < self.group:  # so heads that follow each other in memory may be of two groups
+                cuts |= {low + edge for edge in self._ends_of_groups(whole.content.heads)}
             edges = [low, high] if len(cuts) == 2 else sorted(cut for cut in cuts if low <= cut <= high)
             for first, last in pairwise(edges):
                 piece = whole.clipped(replaced(whole.box, HEADS, (first, last)))
@@ -287,6 +289,10 @@ class AttentionRules(NamedTuple):
                 if len(offsets) != 1 and (found or (k and not block.apart)):
                     raise ScheduleError(f"{brief(piece.content)} attends to no one set of key/value heads")
                 yield piece, [key for key, _ in found], offsets.pop() if offsets else 0
+
+    def _ends_of_groups(self, heads: Span) -> range:
+        """Return behind how many of some query heads a group of those of one key/value head ends."""
+        return range(-heads.start % self.group, heads.size, self.group)
 
 
 class _Operands(NamedTuple):

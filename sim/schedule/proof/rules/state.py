@@ -8,11 +8,11 @@ from typing import NamedTuple, assert_never
 
 from sim.base.errors import ScheduleError
 from sim.schedule.ir.masks import ONE, Span
-from sim.schedule.ir.ops import AdamW, HostAdamW, Pack, SquareSum, StateKernel, Unpack
+from sim.schedule.ir.ops import AdamW, Divide, HostAdamW, Pack, SquareSum, StateKernel, Unpack
 from sim.schedule.ir.shares import Share, num_elements
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
-from sim.schedule.model.scope import BY_NAME, ROOT, Unit, tensor_of, trained, unit_kinds, updated
+from sim.schedule.model.scope import BY_NAME, ROOT, Unit, kind_of, tensor_of, trained, unit_kinds, updated
 from sim.schedule.proof.contents import (
     OF_GROUP_TOKENS,
     TOKENS,
@@ -56,6 +56,8 @@ class StateRules(NamedTuple):
             return self._unpacked(_only(operands[0]))
         if isinstance(op, Pack):
             return [self._packed([_only(pieces) for pieces in operands])]
+        if isinstance(op, Divide):
+            return [_divided(operands[0])]
         if isinstance(op, SquareSum):
             return [self._square(operands[0])]
         if isinstance(op, AdamW):
@@ -245,6 +247,14 @@ def _only(pieces: Sequence[Piece]) -> Piece:
     if len(pieces) > 1:
         raise ScheduleError(f"{', '.join(brief(piece.content) for piece in pieces)} where one tensor is needed")
     return pieces[0]
+
+
+def _divided(pieces: list[Piece]) -> list[Piece]:
+    """Return what a gradient is that was divided: the same, as a loss is a mean over all ranks already."""
+    for content in (piece.content for piece in pieces):
+        if content.tensor != ZERO and kind_of(content.tensor) != "weight gradient":
+            raise ScheduleError(f"divides {brief(content)}: only gradients of weights are")
+    return pieces
 
 
 def _of_member(content: Content, member: Span) -> Content:
