@@ -185,8 +185,9 @@ class AttentionRules(NamedTuple):
             return self.of_batch(content.batch).complete(content)
         if self.kinds and not self.sequences:
             return self.of(content.layer).complete(content)
-        matters = content.tokens if content.tensor in _BY_MASK else ONE
-        if self.members > 1 and differs(content._replace(at=(matters,) * 4)):
+        if self.members > 1 and differs(
+            content._replace(at=(content.tokens if content.tensor in _BY_MASK else ONE,) * 4)
+        ):
             alone = self._replace(members=1)
             found = {alone.complete(content_of_member(content, member)) for member in range(self.members)}
             if len(found) > 1:
