@@ -23,6 +23,7 @@ import msgspec
 
 from sim.base.errors import TooLargeError
 from sim.base.garbage import garbage_collection_off
+from sim.schedule.derive.replicas import folds
 from sim.schedule.derive.roles import firsts, of_kinds, roles
 from sim.schedule.ir.ops import Collective, Exchange
 from sim.schedule.ir.program import Program, Schedule
@@ -158,7 +159,7 @@ class Likeness(NamedTuple):
     """Which ranks stand for others."""
 
     replicated: bool
-    """Whether one data-parallel replica is built, proved and played for all."""
+    """Whether one data-parallel replica is proved for all."""
     replicas: int
     """How many of them are built, and there played, for all."""
     trading: bool
@@ -270,7 +271,7 @@ def _likeness(schedule: Schedule, *, folds_members: bool) -> Likeness:
     ends = [[call.fragment.shared for call in schedule.program(rank).calls] for rank in (trading[0], trading[-1])]
     on_host = any(buffer.place == "host" for buffer in program.buffers)  # whose memory GPUs of a node share
     members = len(firsts(roles(schedule)["tp"])) if folds_members and mesh.tp > 1 and not on_host else mesh.tp
-    return Likeness(schedule.replicated, len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1], members)
+    return Likeness(folds(schedule), len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1], members)
 
 
 def _counted(schedule: Schedule) -> Counts:

@@ -292,9 +292,10 @@ def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[in
         if len(set(counts.values())) != 1:
             raise ScheduleError(f"communicator {name!r}: members disagree on the number of collectives: {counts}")
         size = len(whole_group(schedule, name, members))
+        known: dict[Form, _Sides] = {}
         for number in range(counts[members[0]]):
             keys = tuple((rank, indices[rank][number]) for rank in members)
-            sides = [_sides(schedule, key, size) for key in keys]
+            sides = [_sides_once(schedule, key, size, known) for key in keys]
             if not _agree(sides):
                 spelled = [f"{describe(schedule, key)}: {one}" for key, one in zip(keys, sides, strict=True)]
                 raise ScheduleError(f"members of one collective disagree on its parts: {'; '.join(spelled)}")
@@ -313,6 +314,15 @@ class _Sides(NamedTuple):
     kind: str
     given: tuple[_Part, ...]
     taken: tuple[_Part, ...]
+
+
+def _sides_once(schedule: Schedule, key: Key, size: int, known: dict[Form, _Sides]) -> _Sides:
+    """Return ``_sides``, which is one for all ops of a form; ``known`` are those of groups of this size."""
+    forms, which, _ = schedule.program(key[0]).formed
+    form = forms[which[key[1]]]
+    if form not in known:
+        known[form] = _sides(schedule, key, size)
+    return known[form]
 
 
 def _sides(schedule: Schedule, key: Key, size: int) -> _Sides:

@@ -5,13 +5,14 @@ and sequences (``Schedule``). What one does and is given holds of the others, to
 lies within replicas, in each the same, or sums over all of them in their order. So does any further axis whose members
 are equal, once a schedule declares one. The ranks of a ring under a causal mask have programs of their own.
 
-Where ranks of all replicas own other rows of weights each, which rows meet where is proved of all ranks. What is played
-of them says ``roles``.
+Where each replica owns rows of weights of its own, as many behind those of the one before for all, parts of one size
+may be gathered from all and scattered to all, too (``sim.schedule.proof.replicas``). Where replicas own unlike rows,
+which of them meet where is proved of all ranks. What is played of them says ``roles``.
 """
 
 from __future__ import annotations
 
-from sim.schedule.derive.roles import spans_over_replicas
+from sim.schedule.derive.roles import is_alike_for_all, spans_over_replicas
 from sim.schedule.ir.ops import AllReduce, Barrier, Collective, Exchange, Op
 from sim.schedule.ir.program import Schedule
 
@@ -19,7 +20,7 @@ from sim.schedule.ir.program import Schedule
 def folds(schedule: Schedule) -> bool:
     """Return whether the first replica is proved for all."""
     mesh = schedule.header.mesh
-    if not schedule.replicated:
+    if not (schedule.replicated or schedule.rows_later):
         return False
     spans: dict[str, bool] = {}
     for communicator in schedule.header.communicators:
@@ -28,7 +29,7 @@ def folds(schedule: Schedule) -> bool:
             return False
         spans[communicator.name] = spanning
     return all(
-        isinstance(op, AllReduce | Barrier)
+        isinstance(op, AllReduce | Barrier) or (schedule.rows_later and is_alike_for_all(op))
         for fragment in schedule.fragments(mesh.first_replica)
         for op in fragment.ops
         if isinstance(op, Exchange | Collective) and spans.get(op.communicator, True)
@@ -52,6 +53,11 @@ def among(schedule: Schedule, op: Op) -> int:
     if not isinstance(op, Collective):
         return 1
     return max(map(len, schedule.whole.communicator(op.communicator).groups))
+
+
+def have_shards(schedule: Schedule) -> bool:
+    """Return whether some replicas stand for others with rows of weights of their own."""
+    return num_alike(schedule) > 1 and bool(schedule.whole.rows_later)
 
 
 def num_alike(schedule: Schedule) -> int:

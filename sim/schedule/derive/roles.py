@@ -132,10 +132,10 @@ def _unlike(schedule: Schedule, places: Mapping[Axis, Sequence[int]]) -> set[str
         return set()
     fragments = schedule.fragments(schedule.header.mesh.at(places))
     ops = (op for fragment in fragments for op in fragment.ops if isinstance(op, Exchange | Collective))
-    return {op.communicator for op in ops if not _is_alike_for_all(op)}
+    return {op.communicator for op in ops if not is_alike_for_all(op)}
 
 
-def _is_alike_for_all(op: Op) -> bool:
+def is_alike_for_all(op: Op) -> bool:
     """Return whether an op sums for all of a group, or gathers or scatters parts of one size."""
     if isinstance(op, AllReduce | Barrier):
         return True

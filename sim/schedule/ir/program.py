@@ -257,7 +257,8 @@ class Schedule:
     """A header and, per rank, a program that is built when first asked for. Both players play this object.
 
     Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
-    as that one, each with ranks and sequences of its own. Otherwise it makes all programs.
+    as that one, each with ranks and sequences of its own; and where ``rows_later`` names tensors with rows of weights
+    of its own, too. Otherwise it makes all programs.
     """
 
     def __init__(
@@ -266,6 +267,7 @@ class Schedule:
         build: Callable[[int], Program],
         *,
         replicated: bool = False,
+        rows_later: Mapping[str, int] = {},
         kind: Callable[[int], Hashable] | None = None,
         whole: Schedule | None = None,
         order: Sequence[int] = (),
@@ -274,6 +276,9 @@ class Schedule:
     ) -> None:
         self.header = header
         self.replicated = replicated and header.mesh.dp > 1
+        self.rows_later = rows_later if header.mesh.dp > 1 else {}
+        """By tensor how many rows of a weight behind those of the replica before it those are that a replica owns;
+        none where all own the same, or where replicas may differ in more."""
         self.kind = kind or (header.mesh.role if self.replicated else int)
         """Of what kind the program of a rank is: of ranks that differ in nothing but their replica, or their member of
         a tensor-parallel group, those of one kind do the same, each with tokens, peers and parts of weights of its own,
@@ -320,11 +325,12 @@ class Schedule:
 
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
-        replica = mesh.replica(rank) if self.replicated else 0
+        replica = mesh.replica(rank) if self.replicated or self.rows_later else 0
         if not replica:
             return self._shared(self._build(rank))
-        role = mesh.role(rank)
-        return self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch))
+        role, rows = mesh.role(rank), {name: replica * each for name, each in self.rows_later.items()}
+        own = self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch, rows))
+        return self._shared(own) if rows else own
 
     def _shared(self, program: Program) -> Program:
         """Return a program on the ops and buffers of other ranks' fragments, where its own are alike."""

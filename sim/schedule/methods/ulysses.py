@@ -9,6 +9,7 @@ when they come back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from sim.base.errors import InputError
 from sim.schedule.ir.layout import contiguous, num_tokens
@@ -96,6 +97,7 @@ class UlyssesAttention:
         return self._b.tensor(name, self._local_tokens, heads, "attention")
 
 
+@lru_cache(maxsize=256)  # every rank asks for all of its group
 def kv_heads_of(model: ModelSpec, size: int) -> tuple[int, ...]:
     """Return the first key/value head of every member of a group, or the head that each of ``size`` replicas is of."""
     return tuple(member * model.num_kv_heads // size for member in range(size))

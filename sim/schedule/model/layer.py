@@ -149,7 +149,9 @@ def build_around(
         plans=plans, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=blocks,
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
-    return Schedule(header, ranks.program, replicated=not ranks.own_shards, kind=ranks.kind)
+    return Schedule(
+        header, ranks.program, replicated=not ranks.own_shards, rows_later=ranks.rows_later, kind=ranks.kind
+    )
 
 
 def _plans(plan: AttentionPlan | Callable[[Workload], AttentionPlan], workload: Workload) -> tuple[AttentionPlan, ...]:
@@ -249,6 +251,23 @@ class _Ranks:
         """Whether replicas differ, each rank having shards of its own."""
         return self.shards.within is not None and self.options.shards == "all" and self.mesh.dp > 1
 
+    @property
+    def rows_later(self) -> Mapping[str, int]:
+        """See Schedule: where every replica owns as many rows as the first one, of as many ranks further on."""
+        mesh, found = self.mesh, list[dict[str, int] | None]()
+        if not self.own_shards:
+            return {}
+        for role in mesh.first_replica:
+            ranks = mesh.along(role, "dp", range(mesh.dp))
+            each = self._positions[ranks[1]] - self._positions[role]
+            rows, kind = self._owning(mesh.place(role)["tp"]).rows, self.kind(role)
+            alike = all(
+                self._positions[rank] - self._positions[role] == replica * each and self.kind(rank) == kind
+                for replica, rank in enumerate(ranks)
+            )
+            found.append({name: each * of_part for name, of_part in rows.items()} if rows and alike else None)
+        return found[0] if found[0] and all(one == found[0] for one in found) else {}
+
     @cached_property
     def _of_role(self) -> Callable[[int], Program]:
         return cache(self._written)
@@ -258,13 +277,12 @@ class _Ranks:
         the first replica, with tokens, peers and shards of its own.
         """
         mesh, role = self.mesh, self.mesh.role(rank)
-        layers = self.workload.scope != "attention"
-        for one in dict.fromkeys((mesh.first(role, *self.plans[0].alike), role) if layers else ()):
-            renaming = self._renaming(one, rank)
+        for one in dict.fromkeys((mesh.first(role, *self.plans[0].alike), role)):
+            renaming = self._renaming(one, rank) if rank != one else None
             if renaming is not None:
                 with suppress(LookupError):  # it turns tokens by other positions than those that it has
-                    return self._of_role(one) if rank == one else self._of_role(one).renamed(renaming)
-        own = self._written(rank)
+                    return self._of_role(one).renamed(renaming)
+        own = self._of_role(rank)
         return own if rank == role else own.renamed(Renaming(rank - role, mesh.replica(rank) * self.workload.batch))
 
     def _renaming(self, one: int, rank: int) -> Renaming | None:

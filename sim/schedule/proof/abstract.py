@@ -10,7 +10,7 @@ from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
-from sim.schedule.derive.replicas import num_alike, whole_group
+from sim.schedule.derive.replicas import have_shards, num_alike, whole_group
 from sim.schedule.derive.show import window
 from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
@@ -22,8 +22,19 @@ from sim.schedule.ir.views import Split, View
 from sim.schedule.model.ends import top
 from sim.schedule.model.scope import is_sum, kind_of
 from sim.schedule.proof.abstract_memory import AbstractMemory, port_pieces
-from sim.schedule.proof.contents import ZERO, Content, Piece, brief, common, is_of_vocabulary, union
+from sim.schedule.proof.contents import (
+    ZERO,
+    Content,
+    Piece,
+    Unclassed,
+    brief,
+    coalesced,
+    common,
+    is_of_vocabulary,
+    union,
+)
 from sim.schedule.proof.owners import check_owners
+from sim.schedule.proof.replicas import of_replicas, parts_of_all, senders_of, shards_of_all, sum_of_replicas
 from sim.schedule.proof.rules.attention import AttentionRules
 from sim.schedule.proof.rules.linear import STATES, LinearRules
 from sim.schedule.proof.rules.state import StateRules
@@ -252,9 +263,12 @@ class AbstractPlayer(Interpreter):
 
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Interpreter."""
-        sent = [self._sent(key, op, len(calls)) for key, op in zip(members, calls, strict=True)]
         ranks = tuple([rank for rank, _ in members])
         over_all = len(whole_group(self._schedule, calls[0].communicator, ranks)) > len(ranks)
+        if over_all and not all(isinstance(op, ops.AllReduce | ops.Barrier) for op in calls):
+            self._among_shards(members, calls)
+            return
+        sent = [self._sent(key, op, len(calls)) for key, op in zip(members, calls, strict=True)]
         for place, (key, op) in enumerate(zip(members, calls, strict=True)):
             self._at, parts = key, [of_member[place] for of_member in sent if of_member[place]]
             if isinstance(op.taken, Split):
@@ -262,6 +276,32 @@ class AbstractPlayer(Interpreter):
             elif op.taken is not None:
                 summed = self.sum_of_all(op, parts)
                 self.memory[key[0]].write(op.taken, self._over_all_replicas(summed) if over_all else summed)
+
+    def _among_shards(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
+        """Gather shards of weights from all replicas, or scatter sums of gradients to them (``replicas``)."""
+        ranks = tuple([rank for rank, _ in members])
+        senders = senders_of(self._schedule, calls[0].communicator, ranks)
+        if all(isinstance(op, ops.AllGather) for op in calls):
+            shards = shards_of_all([self._sent(*one, 1)[0] for one in zip(members, calls, strict=True)], senders)
+            gathered: dict[object, list[Piece]] = {}
+            for (rank, _), op in zip(members, calls, strict=True):
+                assert isinstance(op.taken, Split)
+                memory, view = self.memory[rank], op.taken.view
+                lies = op.taken, memory.program.buffers[view.buffer]
+                if lies not in gathered:
+                    gathered[lies] = coalesced(memory.side_by_side(op.taken, shards))
+                memory.write(view, gathered[lies])
+            return
+        split, *others = [op.given for op in calls]
+        if not (isinstance(split, Split) and all(one == split for one in others)):
+            raise Unclassed  # views that are cut otherwise do not add up before they are
+        summed = self._over_all_replicas(
+            self.sum_of_all(calls[0], [self.memory[rank].read(split.view) for rank in ranks])
+        )
+        parts = parts_of_all(self.memory[ranks[0]].parts_of(split, summed), senders)
+        for rank, op, pieces in zip(ranks, calls, parts, strict=True):
+            assert isinstance(op.taken, View)
+            self.memory[rank].write(op.taken, pieces)
 
     def sum_of_all(self, op: ops.Collective, parts: list[list[Piece]]) -> list[Piece]:
         """Return the sum of what all members of a collective send to one, or the largest of it."""
@@ -273,7 +313,7 @@ class AbstractPlayer(Interpreter):
         their own sequences.
         """
         starts = range(0, self._rules.batch, self._rules.batch // num_alike(self._schedule))
-        return [piece._replace(content=_repeated(piece.content, starts)) for piece in summed]
+        return [piece._replace(content=sum_of_replicas(piece.content, starts)) for piece in summed]
 
     def _sent(self, key: Key, op: ops.Collective, size: int) -> list[list[Piece]]:
         """Return what one member of a collective sends to each."""
@@ -293,6 +333,8 @@ def attention_rules(schedule: Schedule) -> AttentionRules:
     workload = schedule.header.workload
     batch = workload.batch * schedule.whole.header.mesh.dp
     found = _rules_of(workload, batch)
+    if have_shards(schedule):
+        found = of_replicas(found, schedule)
     if not workload.sequences:
         return found
     forms = [_rules_of(form, batch) for form in workload.forms]
@@ -308,7 +350,7 @@ def _rules_of(workload: Workload, batch: int) -> AttentionRules:
 def check_output(port: Port, program: Program, held: list[Piece], rules: AttentionRules) -> None:
     """Raise where what the view of an output holds is not what its port says, or not complete."""
     where = f"rank {program.rank} output {port.name}"
-    for piece, expected in common(held, port_pieces(port, program)):
+    for piece, expected in common(held, port_pieces(port, program, rules)):
         if piece.content[:3] != expected.content[:3]:
             raise ScheduleError(f"{where} holds {brief(piece.content)}, expected {brief(expected.content)}")
         if not rules.complete(piece.content):
@@ -325,17 +367,6 @@ def _check_pair(out: list[Piece], lse: list[Piece]) -> None:
     for x, y in common(out, lse):
         if (x.content.tensor, y.content.tensor) != ("out", "lse") or x.content[1:] != y.content[1:]:
             raise ScheduleError(f"merges {brief(x.content)} with {brief(y.content)} that saw other keys")
-
-
-@lru_cache(maxsize=4096)
-def _repeated(content: Content, starts: range) -> Content:
-    """Return the sum of gradients of a weight that are one but for the sequences, whose first ones are given."""
-    if content.tensor == ZERO:
-        return content
-    if kind_of(content.tensor) != "weight gradient":
-        raise ScheduleError(f"sums {brief(content)} over replicas, which have different sequences")
-    each = [tuple([(tokens, batch.moved(start)) for tokens, batch in content.seen]) for start in starts]
-    return reduce(union, [content._replace(seen=seen) for seen in each])
 
 
 _SUMS = {"weight gradient", "square"}

@@ -86,9 +86,13 @@ class AbstractMemory:
 
     def read_parts(self, split: Split) -> list[list[Piece]]:
         """Return the pieces of each part, in its own coordinates."""
+        return self.parts_of(split, self.read(split.view))
+
+    def parts_of(self, split: Split, pieces: list[Piece]) -> list[list[Piece]]:
+        """Return pieces of the view that is split by its parts, in the coordinates of each."""
         axis, starts = self._axis(split), split.starts
         parts: list[list[Piece]] = [[] for _ in range(split.parts)]
-        for piece in self.read(split.view):
+        for piece in pieces:
             low, high = piece.box[axis]
             for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
                 part = piece.clipped(replaced(piece.box, axis, (starts[number], starts[number + 1])))
@@ -202,16 +206,20 @@ def _box(buffer: Buffer, slices: Slices) -> Box:
 
 def given_pieces(port: Port, program: Program, rules: AttentionRules) -> list[Piece]:
     """Return what the view of an input holds when the program starts, in the view's coordinates."""
-    return [piece._replace(content=rules.completed(piece.content)) for piece in port_pieces(port, program)]
+    return [piece._replace(content=rules.completed(piece.content)) for piece in port_pieces(port, program, rules)]
 
 
-def port_pieces(port: Port, program: Program) -> list[Piece]:
-    """Return what a port says that its view holds, in the view's coordinates."""
-    box = _box(program.buffers[port.view.buffer], tuple((0, extent) for extent in port.view.shape))
+def port_pieces(port: Port, program: Program, rules: AttentionRules) -> list[Piece]:
+    """Return what a port says that its view holds, in the view's coordinates; on all ranks that its one stands for."""
+    buffer = program.buffers[port.view.buffer]
+    box = _box(buffer, tuple((0, extent) for extent in port.view.shape))
     features = port.features or Span(*box[FEATURES])
+    later = rules.rows_later.get(port.tensor, 0) if "b" not in buffer.dims else 0
     pieces, at = [], 0
     for span in port.tokens:
         part = replaced(box, TOKENS, (at, at + span.size))
-        pieces.append(Piece(part, Content(port.tensor, port.layer, (port.batch, span, port.heads, features))))
+        pieces.append(
+            Piece(part, Content(port.tensor, port.layer, (port.batch, span.moved(later), port.heads, features)))
+        )
         at += span.size
     return pieces

@@ -103,7 +103,10 @@ def check(schedule: Schedule) -> Checked:
             what = f"communicator {communicator.name!r} has groups {communicator.groups}"
             raise ScheduleError(f"{what}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
     checked = Checked(schedule)
-    proved = checked.at({"dp": [0]}) if folds(schedule) else checked
+    one = checked.at({"dp": [0]}) if folds(schedule) else checked
+    if schedule.rows_later and one is not checked and _is_proved_by_calls(one):
+        return checked
+    proved = one if schedule.replicated else checked
     if not _is_proved_by_calls(proved):
         _prove(proved)
     return checked

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Group, Key, Matching, Transfer
-from sim.schedule.derive.replicas import whole_group
+from sim.schedule.derive.replicas import have_shards, whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.forms import Form
@@ -38,8 +38,10 @@ Classes = Sequence[Sequence[int]]
 
 def axes_of(schedule: Schedule) -> list[tuple[Axis, ...]]:
     """Return along which axes ranks may do the same, the largest classes first: replicas that have shards of their own,
-    and ranks that trade heads.
+    and ranks that trade heads. None where contents are already those of several replicas.
     """
+    if have_shards(schedule):
+        return []
     mesh = schedule.header.mesh
     trading: list[tuple[Axis, ...]] = [("ulysses",)] if mesh.ulysses > 1 else []
     return [("dp", "ulysses"), *trading] if mesh.dp > 1 else trading

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from sim.base.errors import ScheduleError
+from sim.schedule.derive.replicas import num_alike
 from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Program, Schedule
@@ -30,7 +31,7 @@ def check_owners(schedule: Schedule) -> None:
         inputs = [port for program in programs for port in program.inputs]
         inputs = inputs if schedule.header.members == 1 else without_copies(inputs, _OF_GROUP)
         check_tokens(inputs if workload.forward else without_replicas(inputs), workload, sequences)
-        check_shards(programs, workload, schedule.header.members)
+        check_shards(programs, workload, schedule.header.members, schedule.whole.rows_later, num_alike(schedule))
 
 
 def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> None:
@@ -90,10 +91,17 @@ class _Shard(NamedTuple):
     columns: Span
 
 
-def check_shards(programs: Sequence[Program], workload: Workload, members: int = 1) -> None:
+def check_shards(
+    programs: Sequence[Program],
+    workload: Workload,
+    members: int = 1,
+    rows_later: Mapping[str, int] = {},
+    replicas: int = 1,
+) -> None:
     """Raise where some rows or columns of a weight are on fewer ranks than others, or a rank does not leave what is due
     of just the shards that it holds: their gradient, or at the end of a step what they are then. Of ``members`` of each
-    tensor-parallel group flat tensors of their shares are as one matrix, with a column each.
+    tensor-parallel group flat tensors of their shares are as one matrix, with a column each. Programs stand for
+    those of as many ``replicas``, each of which owns rows so much later than the one before.
     """
     held: dict[Tensor, Counter[_Shard]] = defaultdict(Counter)
     due, result = (updated, "update") if workload.scope == "step" else (d, "gradient")
@@ -114,12 +122,36 @@ def check_shards(programs: Sequence[Program], workload: Workload, members: int =
                 f"rank {program.rank} {state} rows {spell(shard.rows)}, columns {spell(shard.columns)} of "
                 f"{shard.weight.name} of layer {shard.weight.layer}: it leaves those of the shards that it holds"
             )
-    for weight, shards in held.items():
+    for weight, of_first in held.items():
+        shards = _of_replicas(of_first, rows_later.get(weight.name, 0), replicas)
         share = Share(workload.model, 0, members)
         shared = weight.parts and share.divides(weight)
         problem = _uneven(shards, (share.size(weight), members) if shared else _shape(weight, workload))
         if problem:
             raise ScheduleError(f"{weight.name} of layer {weight.layer}: {problem}; a shard is lost or doubled")
+
+
+def _of_replicas(shards: Counter[_Shard], later: int, replicas: int) -> Counter[_Shard]:
+    """Return the shards of as many replicas, by those of the first; if all have the same, those of one. Neighbours that
+    are held as often are joined, and so are those of all replicas where they are as large as these lie apart.
+    """
+    if not later:
+        return shards
+    joined: list[tuple[_Shard, int]] = []
+    for shard, count in sorted(shards.items(), key=lambda one: (one[0].columns, one[0].rows)):
+        before, often = joined[-1] if joined else (shard, 0)
+        if often == count and before.columns == shard.columns and before.rows.stop == shard.rows.start:
+            joined[-1] = before._replace(rows=Span(before.rows.start, shard.rows.stop)), count
+        else:
+            joined.append((shard, count))
+    found = Counter[_Shard]()
+    for shard, count in joined:
+        start, stop, _ = shard.rows
+        spans = [Span(start, start + replicas * later)]
+        if stop - start != later:
+            spans = [shard.rows.moved(replica * later) for replica in range(replicas)]
+        found.update({shard._replace(rows=span): count for span in spans})
+    return found
 
 
 def _shape(weight: Tensor, workload: Workload) -> tuple[int, int]:

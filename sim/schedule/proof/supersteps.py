@@ -133,7 +133,13 @@ class Supersteps:
             (own, ranks.index(rank)) for own, ranks in zip(self._held, self.classes, strict=True) if rank in ranks
         ]
         pieces, complete = self._moved(of_class[number])
-        return Held(tuple(of_member(list(pieces), member)), complete)
+        return Held(tuple(self._of_member(list(pieces), member)), complete)
+
+    def _of_member(self, pieces: list[Piece], member: int) -> list[Piece]:
+        """Return what one member of a class holds, where ranks are played by classes; else contents may be those of
+        all replicas.
+        """
+        return of_member(pieces, member) if len(self.classes[0]) > 1 else pieces
 
     def _moved(self, kept: _Kept) -> Held:
         return _moved(self._contents[kept.contents], kept.layer or 0, kept.sequence or 0)
@@ -273,7 +279,7 @@ class Supersteps:
         pieces = memory.read(view)
         for member, (fragment, rank) in enumerate(zip(fragments, ranks, strict=True)):
             alone = Program.of_fragment(fragment, rank, layer)
-            check_output(alone.outputs[place], alone, of_member(pieces, member), self._rules)
+            check_output(alone.outputs[place], alone, self._of_member(pieces, member), self._rules)
 
 
 def _classes(programs: Sequence[Program], supersteps: Iterable[Schedule], along: tuple[Axis, ...]) -> Classes:

@@ -101,8 +101,8 @@ def table(predictions: PlayedStep | Iterable[PlayedStep]) -> Table:
 def _row(prediction: PlayedStep) -> dict[str, Any]:
     if not isinstance(prediction, PlayedStep):
         raise InputError(f"{prediction!r} is no prediction: expected those that longstep.predict returns")
-    header, found = prediction.checked.schedule.header, prediction.report
-    low_s, high_s = found.interval_s or (None, None)
+    header, found = prediction.checked.schedule.header, prediction.figures
+    low_s, high_s = prediction.interval or (None, None)
     return {
         "schedule": prediction.schedule,
         "degrees": degrees(prediction),

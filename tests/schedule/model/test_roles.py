@@ -21,6 +21,7 @@ from tests.helpers import VARIANTS, by_tier, make_model
 
 TRADING = [name for name, variant in VARIANTS.items() if variant.schedule in {"ulysses", "usp", "upipe", "fpdt"}]
 WORKLOADS: dict[str, dict[str, Any]] = {
+    "attention": {},
     "layer": {"scope": "layer", "layers": 3},
     "step": {"scope": "step", "layers": 2, "batch": 2},
     "documents": {"scope": "step", "documents": (16, 20, 12)},
@@ -51,6 +52,7 @@ def test_a_rank_is_written_as_it_writes_itself(name: str, what: str, dp: int, mo
     once = schedule_of(name, what, dp).to_json()
     few = len(writers)
     monkeypatch.setattr(layer, "tokens_later", lambda *_: None)
+    monkeypatch.setattr(layer._Ranks, "rows_later", {})
     each = schedule_of(name, what, dp)
     assert each.to_json() == once
     mesh = each.header.mesh

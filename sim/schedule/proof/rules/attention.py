@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -38,6 +38,8 @@ from sim.schedule.proof.members import content_of_member, position, span_of_memb
 from sim.schedule.proof.rules.part import has_all_heads
 from sim.words.workload import ModelSpec
 
+_BY_MASK = {"dk", "dv", "out", "lse", "dq", "probs"}
+"""Tensors of which some tokens are complete when they have met those that the mask keeps of them."""
 Local = Band | tuple[DocumentBlock, ...]
 """What a block keeps by local indices."""
 
@@ -55,6 +57,9 @@ class AttentionRules(NamedTuple):
     """Those of each kind of layers, where there are several."""
     sequences: tuple[AttentionRules, ...] = ()
     """Those of each sequence of a replica, where they differ."""
+    rows_later: Mapping[str, int] = {}
+    """By tensor how much later the rows of a weight are that replicas own than those of the first one, which stands for
+    them: a position of as many members."""
 
     def of(self, layer: int) -> AttentionRules:
         """Return the rules of the kind of a layer."""
@@ -180,7 +185,9 @@ class AttentionRules(NamedTuple):
             return self.of_batch(content.batch).complete(content)
         if self.kinds and not self.sequences:
             return self.of(content.layer).complete(content)
-        if self.members > 1 and differs(content._replace(at=(content.tokens,) * 4)):  # heads do not matter
+        if self.members > 1 and differs(
+            content._replace(at=(content.tokens if content.tensor in _BY_MASK else ONE,) * 4)
+        ):
             alone = self._replace(members=1)
             found = {alone.complete(content_of_member(content, member)) for member in range(self.members)}
             if len(found) > 1:
@@ -194,7 +201,7 @@ class AttentionRules(NamedTuple):
             return sum(terms.size for terms, _ in content.seen) == num_terms(content.tensor, self.model)
         if kind_of(content.tensor) == "weight gradient":
             return sum(tokens.size * batch.size for tokens, batch in content.seen) == self.tokens
-        if content.tensor in {"out", "lse", "dq", "probs"}:
+        if content.tensor in _BY_MASK:
             return sum(_pairs(self.mask, tokens, keys) for keys, _ in content.seen) == _pairs(self.mask, tokens, whole)
         return True
 

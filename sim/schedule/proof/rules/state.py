@@ -30,6 +30,7 @@ from sim.schedule.proof.contents import (
     union,
     volume,
 )
+from sim.schedule.proof.members import content_of_member
 from sim.schedule.proof.rules.attention import AttentionRules
 from sim.schedule.proof.rules.group import of_all_heads
 from sim.schedule.proof.rules.part import num_apart
@@ -142,6 +143,8 @@ class StateRules(NamedTuple):
         """
         if content.tensor != d(ROOT.flat).name:
             return self.attention.complete(content)
+        if differs(content):  # of which weight rows are depends on the member
+            return all(self._complete(content_of_member(content, member)) for member in range(self.attention.members))
         of_table, later = self._share(content).size(w_embed), behind(self.workload.seq)
         ends = [content.seen]
         if content.tokens.start < of_table:
