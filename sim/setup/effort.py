@@ -158,8 +158,8 @@ def _large(count: float) -> str:
 class Likeness(NamedTuple):
     """Which ranks stand for others."""
 
-    replicated: bool
-    """Whether one data-parallel replica is proved for all."""
+    proved: int
+    """How many data-parallel replicas are proved for all."""
     replicas: int
     """How many of them are built, and there played, for all."""
     trading: bool
@@ -171,7 +171,7 @@ class Likeness(NamedTuple):
         """Return how many programs differ in more than places, how many are proved, and how many are played."""
         one = mesh.size // mesh.dp
         roles = one // mesh.tp * self.members * self.replicas
-        return roles // (mesh.ulysses if self.trading else 1), one if self.replicated else mesh.size, roles
+        return roles // (mesh.ulysses if self.trading else 1), one * self.proved, roles
 
 
 class Growth(NamedTuple):
@@ -271,7 +271,8 @@ def _likeness(schedule: Schedule, *, folds_members: bool) -> Likeness:
     ends = [[call.fragment.shared for call in schedule.program(rank).calls] for rank in (trading[0], trading[-1])]
     on_host = any(buffer.place == "host" for buffer in program.buffers)  # whose memory GPUs of a node share
     members = len(firsts(roles(schedule)["tp"])) if folds_members and mesh.tp > 1 and not on_host else mesh.tp
-    return Likeness(folds(schedule), len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1], members)
+    proved = len(schedule.written) if folds(schedule) else mesh.dp
+    return Likeness(proved, len(firsts(of_kinds(schedule, "dp"))), ends[0] == ends[1], members)
 
 
 def _counted(schedule: Schedule) -> Counts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, assert_never
@@ -11,7 +11,7 @@ import numpy as np
 
 from sim.base.errors import ScheduleError
 from sim.base.kept import kept
-from sim.schedule.derive.replicas import num_alike, whole_group
+from sim.schedule.derive.replicas import stand_for, whole_group
 from sim.schedule.ir import ops
 from sim.schedule.ir.exchanges import Ints
 from sim.schedule.ir.forms import Form
@@ -155,12 +155,6 @@ class Transfers(Sequence[Transfer]):
         """Of each transfer its sides."""
         self.kinds = kinds
         self._schedule = schedule
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        each = np.array([kind.nbytes for kind in self.kinds], np.int64)
-        return int(each[self.sent.kind].sum()) if len(self) else 0
 
     def __len__(self) -> int:
         return len(self.sent.op)
@@ -374,9 +368,8 @@ def wire_bytes(schedule: Schedule, matching: Matching) -> int:
     All-gather, reduce-scatter and all-reduce count what every algorithm must at least send per rank: (n-1) parts, and
     twice (n-1)/n of the whole for all-reduce.
     """
-    transfers = matching.transfers
-    total = transfers.nbytes if isinstance(transfers, Transfers) else sum(one.nbytes for one in transfers)
-    over_all = 0
+    replica, replicas = schedule.header.mesh.replica, stand_for(schedule)
+    sent, over_all = _sent_by(matching.transfers), 0
     for group in matching.groups:
         ranks = tuple([rank for rank, _ in group.members])
         for place, (rank, index) in enumerate(group.members):
@@ -388,11 +381,25 @@ def wire_bytes(schedule: Schedule, matching: Matching) -> int:
                 over_all += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
                 continue
             if isinstance(op, ops.AllToAll | ops.ReduceScatter):
-                total += program.nbytes(op.sends.view) - program.nbytes(op.sends.part(place))
+                sent[rank] += program.nbytes(op.sends.view) - program.nbytes(op.sends.part(place))
             elif isinstance(op, ops.AllGather):
-                total += (n - 1) * program.nbytes(op.send)
+                sent[rank] += (n - 1) * program.nbytes(op.send)
             elif isinstance(op, ops.AllReduce):
-                total += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
+                sent[rank] += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
             elif not isinstance(op, ops.Barrier):
                 assert_never(op)
-    return num_alike(schedule) * total + over_all
+    return over_all + sum(len(replicas[replica(rank)]) * nbytes for rank, nbytes in sent.items())
+
+
+def _sent_by(transfers: Sequence[Transfer]) -> Counter[int]:
+    """Return by rank the bytes of all that it sends."""
+    found = Counter[int]()
+    if isinstance(transfers, Transfers):
+        each = np.array([kind.nbytes for kind in transfers.kinds], np.int64)
+        ranks, which = np.unique(transfers.sent.rank, return_inverse=True)
+        sums = np.zeros(len(ranks), np.int64)
+        np.add.at(sums, which, each[transfers.sent.kind])
+        return Counter(dict(zip(ranks.tolist(), sums.tolist(), strict=True)))
+    for (rank, _), _, _, nbytes in transfers:
+        found[rank] += nbytes
+    return found

@@ -6,11 +6,14 @@ lies within replicas, in each the same, or sums over all of them in their order.
 are equal, once a schedule declares one. The ranks of a ring under a causal mask have programs of their own.
 
 Where each replica owns rows of weights of its own, as many behind those of the one before for all, parts of one size
-may be gathered from all and scattered to all, too (``sim.schedule.proof.replicas``). Where replicas own unlike rows,
-which of them meet where is proved of all ranks. What is played of them says ``roles``.
+may be gathered from all and scattered to all, too (``sim.schedule.proof.replicas``). The last replica, whose rows end
+where the tensor does, may be proved by itself beside the first one, which then stands for all but that. Where more
+replicas own unlike rows, which of them meet where is proved of all ranks. What is played of them says ``roles``.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from sim.schedule.derive.roles import is_alike_for_all, spans_over_replicas
 from sim.schedule.ir.ops import AllReduce, Barrier, Collective, Exchange, Op
@@ -18,7 +21,7 @@ from sim.schedule.ir.program import Schedule
 
 
 def folds(schedule: Schedule) -> bool:
-    """Return whether the first replica is proved for all."""
+    """Return whether some replicas are proved for all."""
     mesh = schedule.header.mesh
     if not (schedule.replicated or schedule.rows_later):
         return False
@@ -30,7 +33,7 @@ def folds(schedule: Schedule) -> bool:
         spans[communicator.name] = spanning
     return all(
         isinstance(op, AllReduce | Barrier) or (schedule.rows_later and is_alike_for_all(op))
-        for fragment in schedule.fragments(mesh.first_replica)
+        for fragment in schedule.fragments(mesh.at({"dp": schedule.written}))
         for op in fragment.ops
         if isinstance(op, Exchange | Collective) and spans.get(op.communicator, True)
     )
@@ -57,9 +60,14 @@ def among(schedule: Schedule, op: Op) -> int:
 
 def have_shards(schedule: Schedule) -> bool:
     """Return whether some replicas stand for others with rows of weights of their own."""
-    return num_alike(schedule) > 1 and bool(schedule.whole.rows_later)
+    return bool(schedule.whole.rows_later) and schedule.header.mesh.dp < schedule.whole.header.mesh.dp
 
 
-def num_alike(schedule: Schedule) -> int:
-    """Return how many replicas there are for each that the schedule has."""
-    return schedule.whole.header.mesh.dp // schedule.header.mesh.dp
+def stand_for(schedule: Schedule) -> list[range]:
+    """Return by replica of the schedule for which of the whole one it stands: for itself and all up to the next one."""
+    mesh, whole = schedule.header.mesh, schedule.whole.header.mesh
+    if mesh.dp == whole.dp:
+        return [range(replica, replica + 1) for replica in range(mesh.dp)]
+    own = mesh.along(0, "dp", range(mesh.dp))
+    starts = [whole.replica(schedule.order[rank]) for rank in own]
+    return [range(*pair) for pair in pairwise([*starts, whole.dp])]

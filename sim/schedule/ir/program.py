@@ -258,7 +258,7 @@ class Schedule:
 
     Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
     as that one, each with ranks and sequences of its own; and where ``rows_later`` names tensors with rows of weights
-    of its own, too. Otherwise it makes all programs.
+    of its own, too. Then ``last_apart`` says that it makes those of the last one as well. Otherwise it makes all.
     """
 
     def __init__(
@@ -268,6 +268,7 @@ class Schedule:
         *,
         replicated: bool = False,
         rows_later: Mapping[str, int] = {},
+        last_apart: bool = False,
         kind: Callable[[int], Hashable] | None = None,
         whole: Schedule | None = None,
         order: Sequence[int] = (),
@@ -279,6 +280,8 @@ class Schedule:
         self.rows_later = rows_later if header.mesh.dp > 1 else {}
         """By tensor how many rows of a weight behind those of the replica before it those are that a replica owns;
         none where all own the same, or where replicas may differ in more."""
+        self.last_apart = last_apart and bool(self.rows_later)
+        """Whether the last replica may differ in more, as one whose shards are cut off where a tensor ends."""
         self.kind = kind or (header.mesh.role if self.replicated else int)
         """Of what kind the program of a rank is: of ranks that differ in nothing but their replica, or their member of
         a tensor-parallel group, those of one kind do the same, each with tokens, peers and parts of weights of its own,
@@ -309,6 +312,14 @@ class Schedule:
         return self.whole.header.mesh.role(self.order[rank] if self.order else rank)
 
     @property
+    def written(self) -> Sequence[int]:
+        """The replicas whose programs ``build`` makes."""
+        dp = self.header.mesh.dp
+        if not (self.replicated or self.rows_later):
+            return range(dp)
+        return [0, dp - 1] if self.last_apart else [0]
+
+    @property
     def num_ranks(self) -> int:
         """P, the number of ranks."""
         return self.header.mesh.size
@@ -325,8 +336,8 @@ class Schedule:
 
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
-        replica = mesh.replica(rank) if self.replicated or self.rows_later else 0
-        if not replica:
+        replica = mesh.replica(rank)
+        if replica in self.written:
             return self._shared(self._build(rank))
         role, rows = mesh.role(rank), {name: replica * each for name, each in self.rows_later.items()}
         own = self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch, rows))

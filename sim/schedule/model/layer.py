@@ -150,7 +150,12 @@ def build_around(
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
     return Schedule(
-        header, ranks.program, replicated=not ranks.own_shards, rows_later=ranks.rows_later, kind=ranks.kind
+        header,
+        ranks.program,
+        replicated=not ranks.own_shards,
+        rows_later=ranks.rows_later,
+        last_apart=ranks.last_apart,
+        kind=ranks.kind,
     )
 
 
@@ -253,12 +258,15 @@ class _Ranks:
 
     @property
     def rows_later(self) -> Mapping[str, int]:
-        """See Schedule: where every replica owns as many rows as the first one, of as many ranks further on."""
+        """See Schedule: where every replica, or all but the last one, owns as many rows as the first one, of as many
+        ranks further on.
+        """
         mesh, found = self.mesh, list[dict[str, int] | None]()
-        if not self.own_shards:
+        several = mesh.dp - self.last_apart
+        if not self.own_shards or several == 1:
             return {}
         for role in mesh.first_replica:
-            ranks = mesh.along(role, "dp", range(mesh.dp))
+            ranks = mesh.along(role, "dp", range(several))
             each = self._positions[ranks[1]] - self._positions[role]
             rows, kind = self._owning(mesh.place(role)["tp"]).rows, self.kind(role)
             alike = all(
@@ -267,6 +275,12 @@ class _Ranks:
             )
             found.append({name: each * of_part for name, of_part in rows.items()} if rows and alike else None)
         return found[0] if found[0] and all(one == found[0] for one in found) else {}
+
+    @cached_property
+    def last_apart(self) -> bool:
+        """See Schedule: where the last shards are padded, so that less of them is owned."""
+        first, last = ([*map(self.kind, self.mesh.at({"dp": [replica]}))] for replica in (0, self.mesh.dp - 1))
+        return self.own_shards and first != last
 
     @cached_property
     def _of_role(self) -> Callable[[int], Program]:

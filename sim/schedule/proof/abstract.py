@@ -10,7 +10,7 @@ from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
-from sim.schedule.derive.replicas import have_shards, num_alike, whole_group
+from sim.schedule.derive.replicas import have_shards, stand_for, whole_group
 from sim.schedule.derive.show import window
 from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
@@ -274,8 +274,8 @@ class AbstractPlayer(Interpreter):
             if isinstance(op.taken, Split):
                 self.memory[key[0]].write_parts(op.taken, parts)
             elif op.taken is not None:
-                summed = self.sum_of_all(op, parts)
-                self.memory[key[0]].write(op.taken, self._over_all_replicas(summed) if over_all else summed)
+                summed = self._sum_over_all(op, ranks, parts) if over_all else self.sum_of_all(op, parts)
+                self.memory[key[0]].write(op.taken, summed)
 
     def _among_shards(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """Gather shards of weights from all replicas, or scatter sums of gradients to them (``replicas``)."""
@@ -295,9 +295,7 @@ class AbstractPlayer(Interpreter):
         split, *others = [op.given for op in calls]
         if not (isinstance(split, Split) and all(one == split for one in others)):
             raise Unclassed  # views that are cut otherwise do not add up before they are
-        summed = self._over_all_replicas(
-            self.sum_of_all(calls[0], [self.memory[rank].read(split.view) for rank in ranks])
-        )
+        summed = self._sum_over_all(calls[0], ranks, [self.memory[rank].read(split.view) for rank in ranks])
         parts = parts_of_all(self.memory[ranks[0]].parts_of(split, summed), senders)
         for rank, op, pieces in zip(ranks, calls, parts, strict=True):
             assert isinstance(op.taken, View)
@@ -308,11 +306,21 @@ class AbstractPlayer(Interpreter):
         largest = isinstance(op, ops.AllReduce) and op.largest is True
         return reduce(partial(self.sum_of, largest=largest), parts)
 
-    def _over_all_replicas(self, summed: list[Piece]) -> list[Piece]:
-        """Return the sum over all replicas of what was summed over those that are played: the others sum up the same of
-        their own sequences.
+    def _sum_over_all(self, op: ops.Collective, ranks: Sequence[int], parts: list[list[Piece]]) -> list[Piece]:
+        """Return the sum over all replicas of what members of a collective send that are played."""
+        of_replicas: dict[int, list[list[Piece]]] = {}
+        for rank, pieces in zip(ranks, parts, strict=True):
+            of_replicas.setdefault(self._schedule.header.mesh.replica(rank), []).append(pieces)
+        return self.sum_of_all(
+            op, [self._over_replicas(self.sum_of_all(op, some), replica) for replica, some in of_replicas.items()]
+        )
+
+    def _over_replicas(self, summed: list[Piece], replica: int = 0) -> list[Piece]:
+        """Return the sum over the replicas that one stands for of what was summed over that: the others sum up the same
+        of their own sequences.
         """
-        starts = range(0, self._rules.batch, self._rules.batch // num_alike(self._schedule))
+        each = self._rules.batch // self._schedule.whole.header.mesh.dp
+        starts = range(0, len(stand_for(self._schedule)[replica]) * each, each)
         return [piece._replace(content=sum_of_replicas(piece.content, starts)) for piece in summed]
 
     def _sent(self, key: Key, op: ops.Collective, size: int) -> list[list[Piece]]:

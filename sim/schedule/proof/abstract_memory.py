@@ -214,7 +214,8 @@ def port_pieces(port: Port, program: Program, rules: AttentionRules) -> list[Pie
     buffer = program.buffers[port.view.buffer]
     box = _box(buffer, tuple((0, extent) for extent in port.view.shape))
     features = port.features or Span(*box[FEATURES])
-    later = rules.rows_later.get(port.tensor, 0) if "b" not in buffer.dims else 0
+    moves = "b" not in buffer.dims and program.rank not in rules.alone
+    later = rules.rows_later.get(port.tensor, 0) if moves else 0
     pieces, at = [], 0
     for span in port.tokens:
         part = replaced(box, TOKENS, (at, at + span.size))

@@ -20,7 +20,7 @@ from sim.base.garbage import garbage_collection_off
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.kernels import KernelUse, kernel_flops, kernel_uses
 from sim.schedule.derive.matching import Matching, match, wire_bytes
-from sim.schedule.derive.replicas import folds, num_alike
+from sim.schedule.derive.replicas import folds, stand_for
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.ops import STREAMS
 from sim.schedule.ir.program import Communicator, Program, Schedule
@@ -103,7 +103,7 @@ def check(schedule: Schedule) -> Checked:
             what = f"communicator {communicator.name!r} has groups {communicator.groups}"
             raise ScheduleError(f"{what}: give each of ranks 0..{schedule.num_ranks - 1} one place at most")
     checked = Checked(schedule)
-    one = checked.at({"dp": [0]}) if folds(schedule) else checked
+    one = checked.at({"dp": schedule.written}) if folds(schedule) else checked
     if schedule.rows_later and one is not checked and _is_proved_by_calls(one):
         return checked
     proved = one if schedule.replicated else checked
@@ -168,10 +168,14 @@ def _check_claims(checked: Checked, sent: int) -> None:
     if claims is None:
         return
     claimed = {"attention": claims.attention_flops, "gemm": claims.gemm_flops}
-    alike = num_alike(checked.schedule)
-    found = [one for program in checked.schedule.programs for one in kernel_flops(program).items()]
+    alike, replica = list(map(len, stand_for(checked.schedule))), checked.schedule.header.mesh.replica
+    found = [
+        (kernel, alike[replica(program.rank)] * flops)
+        for program in checked.schedule.programs
+        for kernel, flops in kernel_flops(program).items()
+    ]
     for name, expected in claimed.items():
-        flops = alike * sum(of_kernel for kernel, of_kernel in found if kernel.startswith(name))
+        flops = sum(of_kernel for kernel, of_kernel in found if kernel.startswith(name))
         if flops != expected:
             raise ScheduleError(f"{name} takes {flops} FLOPs, but {claims.source} says {expected}")
     if sent != claims.wire_bytes:

@@ -251,7 +251,7 @@ class ClassPlayer(AbstractPlayer):
         if isinstance(op.taken, Split):
             return self.memory[number].side_by_side(op.taken, parts)
         summed = self.sum_of_all(op, parts)
-        return self._over_all_replicas(summed) if over_all else summed
+        return self._over_replicas(summed) if over_all else summed
 
 
 def is_proved_by_classes(schedule: Schedule, matching: Matching, dependencies: list[Dependencies]) -> bool:

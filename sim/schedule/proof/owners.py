@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise, product
 from typing import NamedTuple
 
+import msgspec
+
 from sim.base.errors import ScheduleError
-from sim.schedule.derive.replicas import num_alike
+from sim.schedule.derive.replicas import stand_for
 from sim.schedule.ir.fragments import Port
 from sim.schedule.ir.masks import ONE, Span
 from sim.schedule.ir.program import Program, Schedule
@@ -24,14 +26,32 @@ from sim.words.workload import Workload
 
 def check_owners(schedule: Schedule) -> None:
     """Raise where a token of the schedule's sequences, or a shard of a weight, belongs to no rank or to two."""
-    workload, programs = schedule.header.workload, schedule.programs
-    sequences = workload.batch * schedule.header.mesh.dp
-    check_tokens([port for program in programs for port in program.outputs], workload, sequences)
+    workload, programs, mesh = schedule.header.workload, schedule.programs, schedule.header.mesh
+    replicas = stand_for(schedule)
+    if mesh.dp == schedule.whole.header.mesh.dp:
+        _check_own_tokens(schedule, programs, workload.batch * mesh.dp)
+    else:  # each replica that stands for others, or beside others, has just its own sequences
+        for replica, some in enumerate(replicas):
+            of_replica = [program for program in programs if mesh.replica(program.rank) == replica]
+            _check_own_tokens(schedule, of_replica, workload.batch, some.start * workload.batch)
     if schedule.header.claims:
-        inputs = [port for program in programs for port in program.inputs]
+        numbers = [len(replicas[mesh.replica(program.rank)]) for program in programs]
+        check_shards(programs, workload, schedule.header.members, schedule.whole.rows_later, numbers)
+
+
+def _check_own_tokens(schedule: Schedule, programs: Sequence[Program], sequences: int, first: int = 0) -> None:
+    """Raise where a token of so many sequences, from the first one on, belongs to none of some ranks or to two."""
+    workload = schedule.header.workload
+    check_tokens(_from(first, [port for program in programs for port in program.outputs]), workload, sequences)
+    if schedule.header.claims:
+        inputs = _from(first, [port for program in programs for port in program.inputs])
         inputs = inputs if schedule.header.members == 1 else without_copies(inputs, _OF_GROUP)
         check_tokens(inputs if workload.forward else without_replicas(inputs), workload, sequences)
-        check_shards(programs, workload, schedule.header.members, schedule.whole.rows_later, num_alike(schedule))
+
+
+def _from(first: int, ports: list[Port]) -> list[Port]:
+    """Return ports with sequences counted from the first one."""
+    return [msgspec.structs.replace(port, batch=port.batch.moved(-first)) for port in ports] if first else ports
 
 
 def check_tokens(ports: Iterable[Port], workload: Workload, sequences: int) -> None:
@@ -96,14 +116,14 @@ def check_shards(
     workload: Workload,
     members: int = 1,
     rows_later: Mapping[str, int] = {},
-    replicas: int = 1,
+    replicas: Sequence[int] = (),
 ) -> None:
     """Raise where some rows or columns of a weight are on fewer ranks than others, or a rank does not leave what is due
     of just the shards that it holds: their gradient, or at the end of a step what they are then. Of ``members`` of each
-    tensor-parallel group flat tensors of their shares are as one matrix, with a column each. Programs stand for
-    those of as many ``replicas``, each of which owns rows so much later than the one before.
+    tensor-parallel group flat tensors of their shares are as one matrix, with a column each. Each program stands
+    for those of as many ``replicas``, each of which owns rows so much later than the one before.
     """
-    held: dict[Tensor, Counter[_Shard]] = defaultdict(Counter)
+    held: dict[Tensor, dict[int, Counter[_Shard]]] = defaultdict(lambda: defaultdict(Counter))
     due, result = (updated, "update") if workload.scope == "step" else (d, "gradient")
     kept, learned = (
         {tensor.name: tensor for unit in some for tensor in (*unit.weights, *unit.states)}
@@ -111,9 +131,9 @@ def check_shards(
     )
     frozen = {unit.working.name: unit.working for unit in units(workload) if unit.frozen}
     results = {due(tensor).name: tensor for tensor in learned.values()}
-    for program in programs:
+    for program, alike in zip(programs, replicas or [1] * len(programs), strict=True):
         for shard, count in _shards(program.inputs, workload, kept | frozen).items():
-            held[shard.weight][shard] += count
+            held[shard.weight][alike][shard] += count
         own = _shards(program.inputs, workload, learned)
         left = _shards(program.outputs, workload, results)
         for shard in (own - left) | (left - own) if workload.backward else ():
@@ -122,8 +142,10 @@ def check_shards(
                 f"rank {program.rank} {state} rows {spell(shard.rows)}, columns {spell(shard.columns)} of "
                 f"{shard.weight.name} of layer {shard.weight.layer}: it leaves those of the shards that it holds"
             )
-    for weight, of_first in held.items():
-        shards = _of_replicas(of_first, rows_later.get(weight.name, 0), replicas)
+    for weight, by_alike in held.items():
+        shards = Counter[_Shard]()
+        for alike, some in by_alike.items():
+            shards.update(_of_replicas(some, rows_later.get(weight.name, 0), alike))
         share = Share(workload.model, 0, members)
         shared = weight.parts and share.divides(weight)
         problem = _uneven(shards, (share.size(weight), members) if shared else _shape(weight, workload))
@@ -132,11 +154,11 @@ def check_shards(
 
 
 def _of_replicas(shards: Counter[_Shard], later: int, replicas: int) -> Counter[_Shard]:
-    """Return the shards of as many replicas, by those of the first; if all have the same, those of one. Neighbours that
-    are held as often are joined, and so are those of all replicas where they are as large as these lie apart.
+    """Return the shards of as many replicas, by those of the first. Neighbours that are held as often are joined, and
+    so are those of all replicas where they are as large as these lie apart.
     """
     if not later:
-        return shards
+        return Counter({shard: replicas * count for shard, count in shards.items()})
     joined: list[tuple[_Shard, int]] = []
     for shard, count in sorted(shards.items(), key=lambda one: (one[0].columns, one[0].rows)):
         before, often = joined[-1] if joined else (shard, 0)

@@ -5,6 +5,9 @@
 Replicas differ in sequences, too, and of these nothing is written down: what is of tokens is of later ones on a later
 replica, and never meets what another one has. What is gathered from all replicas, scattered to them or summed over them
 is looked at on each; all that is done within one is the same, with rows that move as those that it is given.
+
+Where the last replica is apart, as its rows end where a tensor does, the first one stands for all but that. The last
+stands for itself, and what it holds is its own: it meets the others in what is looked at on each.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache, reduce
 
 from sim.base.errors import ScheduleError
-from sim.schedule.derive.replicas import num_alike
+from sim.schedule.derive.replicas import stand_for
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.tensors import OF_TOKENS
 from sim.schedule.model.scope import kind_of
@@ -22,43 +25,47 @@ from sim.schedule.proof.members import content_of_member, moved, moving, of_memb
 from sim.schedule.proof.rules.attention import AttentionRules
 
 Sender = tuple[int, int]
-"""A replica, and the number of a rank among the members of a group that are in the first replica."""
+"""Which of the replicas that one stands for, and the number of a rank among the members of a group that are played."""
 
 
 def of_replicas(rules: AttentionRules, schedule: Schedule) -> AttentionRules:
-    """Return the rules of contents of all replicas that the one of a schedule stands for."""
-    replicas = range(num_alike(schedule))
+    """Return the rules of contents of all replicas that the first one of a schedule stands for; any other stands for
+    itself.
+    """
+    mesh, (replicas, *_) = schedule.header.mesh, stand_for(schedule)
     rows = {
         name: position([replica * each for replica in replicas]) for name, each in schedule.whole.rows_later.items()
     }
-    return rules.of_members(len(replicas))._replace(rows_later=rows)
+    alone = frozenset(mesh.at({"dp": range(1, mesh.dp)}))
+    return rules.of_members(len(replicas))._replace(rows_later=rows, alone=alone)
 
 
 def senders_of(schedule: Schedule, communicator: str, ranks: Sequence[int]) -> list[Sender]:
     """Return who the members of a group over all replicas are, of which a schedule has these ranks, in its order."""
-    whole, firsts = schedule.whole, [schedule.order[rank] for rank in ranks]
-    mesh, every = whole.header.mesh, range(whole.header.mesh.dp)
+    whole, replica, replicas = schedule.whole, schedule.header.mesh.replica, stand_for(schedule)
     senders = {
-        rank: (replica, at)
-        for at, first in enumerate(firsts)
-        for replica, rank in enumerate(mesh.along(first, "dp", every))
+        sender: (member, at)
+        for at, rank in enumerate(ranks)
+        for member, sender in enumerate(
+            whole.header.mesh.along(schedule.order[rank], "dp", replicas[replica(rank)]),
+        )
     }
-    return [senders[rank] for rank in whole.communicator(communicator).group_of(firsts[0])]
+    return [senders[rank] for rank in whole.communicator(communicator).group_of(schedule.order[ranks[0]])]
 
 
-def shards_of_all(of_first: Sequence[list[Piece]], senders: Sequence[Sender]) -> list[list[Piece]]:
-    """Return what each member of a group has, by what those of the first replica have: weights, which are of no
-    sequence. Raises Unclassed for anything else.
+def shards_of_all(of_played: Sequence[list[Piece]], senders: Sequence[Sender]) -> list[list[Piece]]:
+    """Return what each member of a group has, by what those that are played have: weights, which are of no sequence.
+    Raises Unclassed for anything else.
     """
-    for content in (piece.content for pieces in of_first for piece in pieces if piece.content.tensor != ZERO):
+    for content in (piece.content for pieces in of_played for piece in pieces if piece.content.tensor != ZERO):
         if content.seen or kind_of(content.tensor) in (*OF_TOKENS, "weight gradient", "square"):
             raise Unclassed
-    return [of_member(of_first[number], replica) for replica, number in senders]
+    return [of_member(of_played[number], member) for member, number in senders]
 
 
 def parts_of_all(parts: Sequence[list[Piece]], senders: Sequence[Sender]) -> list[list[Piece]]:
-    """Return what each rank of the first replica takes of the parts for all members of a group, as what all replicas
-    take there. Raises Unclassed where parts differ in more than positions.
+    """Return what each rank that is played takes of the parts for all members of a group, as what all replicas take
+    for which its own stands. Raises Unclassed where parts differ in more than positions.
     """
     if any(differs(piece.content) for pieces in parts for piece in pieces):
         raise Unclassed
@@ -79,8 +86,8 @@ def _in_order(parts: Sequence[list[Piece]], senders: Sequence[Sender]) -> list[l
 
 @lru_cache(maxsize=4096)
 def sum_of_replicas(content: Content, starts: range) -> Content:
-    """Return the sum over all replicas of what one of them has: of the gradient of a weight, which is of other
-    sequences on each, whose first ones are given; or of squares, which are of other rows.
+    """Return the sum over some replicas of what one has that stands for them: of the gradient of a weight, which is of
+    other sequences on each, by how much later is given; or of squares, which are of other rows.
     """
     if content.tensor == ZERO:
         return content

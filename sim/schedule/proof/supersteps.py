@@ -100,6 +100,7 @@ class Supersteps:
         sound = set[Form]()
         for rank, fragment in {(p.rank, call.fragment): None for p in self.programs for call in p.calls}:
             check_program(Program.of_fragment(fragment, rank), schedule, sound)
+        self._rules = attention_rules(schedule)
         self._known: dict[object, _Kind] = {}
         """Kinds by what stands for them."""
         self._kind_of: dict[tuple[tuple[int, ...], tuple[Fragment, ...]], _Kind] = {}
@@ -113,7 +114,6 @@ class Supersteps:
         for ranks in self.classes:
             _check_bindings(self.programs[ranks[0]])
         self.wire_bytes = sum(count * kind.wire_bytes for kind, count in self.kinds.items())
-        self._rules = attention_rules(schedule)
         self._numbers: dict[Held, int] = {}
         self._contents: list[Held] = []
         self._held: list[list[_Kept]] = [[] for _ in self.classes]
@@ -156,6 +156,7 @@ class Supersteps:
             names = dict.fromkeys(name for one in fragments for name in one.shared.communicators)
             groups = [(name, self._groups(name, ranks)) for name in names]
             alike = (
+                tuple([rank in self._rules.alone for rank in ranks]),
                 tuple([rank - first for rank in ranks]),
                 tuple(groups),
                 tuple([one.as_of(first) for one in fragments]),
@@ -264,7 +265,7 @@ class Supersteps:
                 for place, port in enumerate(call.fragment.outputs):
                     contents, layer, sequence = of_class[numbers[port.view.buffer]]
                     kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
-                    seen = (fragments, place, kept, call.layer - base)
+                    seen = (fragments, place, kept, call.layer - base, ranks[0] in self._rules.alone)
                     if seen not in known:
                         known.add(seen)
                         self._check_output(place, kept, fragments, ranks, call.layer - base)

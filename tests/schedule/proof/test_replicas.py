@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 
+import msgspec
 import pytest
 
 from sim.base.errors import InputError
-from sim.schedule.derive.replicas import folds
+from sim.schedule.derive.replicas import folds, stand_for
+from sim.schedule.ir import ops
+from sim.schedule.ir.fragments import Fragment, Port
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.renaming import Renaming
+from sim.schedule.ir.views import Split
+from sim.schedule.model.scope import kind_of
 from sim.schedule.proof import check as proof
 from sim.schedule.proof.abstract import AbstractPlayer
 from sim.schedule.proof.check import Checked
@@ -27,13 +34,30 @@ from tests.schedule.proof.test_classes import CHANGES, piece, sharded
 from tests.schedule.proof.test_supersteps import by_all_ops, flattened
 
 REPLICAS_INSIDE = (*(axis for axis in AXES if axis != "dp"), "dp")
-MESHES = [Mesh(dp=4, ulysses=2), Mesh(dp=2, ring=2), Mesh(dp=2, ulysses=2, order=REPLICAS_INSIDE)]
+WHOLE = [Mesh(dp=4, ulysses=2), Mesh(dp=2, ring=2), Mesh(dp=2, ulysses=2, order=REPLICAS_INSIDE)]
+PADDED = [Mesh(dp=3, ulysses=2), Mesh(dp=7, ring=2), Mesh(dp=7, ulysses=2, order=REPLICAS_INSIDE)]
+"""Where the last rank owns fewer rows than others."""
+MESHES = [*WHOLE, *PADDED]
 
 
-def of_first(schedule: Schedule, first: Schedule, rows: Mapping[str, int] | None = None) -> Schedule:
-    """Return a schedule whose replicas all do what another one's first replica does, with rows of their own."""
+def played(schedule: Schedule) -> Schedule:
+    """Return the schedule of the replicas that are proved for all."""
+    return schedule.at({"dp": schedule.written})
+
+
+def of_played(schedule: Schedule, some: Schedule, rows: Mapping[str, int] | None = None) -> Schedule:
+    """Return a schedule whose replicas do what another one's first replica does, with rows of their own; its last one
+    does what the last one of that does, if that is apart.
+    """
     later = schedule.rows_later if rows is None else rows
-    return Schedule(schedule.header, first.program, rows_later=later, kind=schedule.kind)
+    ahead = schedule.num_ranks - some.num_ranks  # replicas are blocks of ranks here
+
+    def program(rank: int) -> Program:
+        last = schedule.last_apart and schedule.header.mesh.replica(rank) > 0
+        return some.program(rank - ahead).renamed(Renaming(ahead)) if last and ahead else some.program(rank)
+
+    header, kind = schedule.header, schedule.kind
+    return Schedule(header, program, rows_later=later, last_apart=schedule.last_apart, kind=kind)
 
 
 def flat(schedule: Schedule) -> Schedule:
@@ -46,11 +70,11 @@ def places(pieces: list[Piece]) -> list[Piece]:
     return sorted(coalesced([one._replace(content=one.content._replace(seen=())) for one in pieces]))
 
 
-def by_first_replica(schedule: Schedule) -> bool:
-    """Return whether a schedule whose programs are one call each is proved by the ops of its first replica."""
+def by_some_replicas(schedule: Schedule) -> bool:
+    """Return whether a schedule whose programs are one call each is proved by the ops of those that are played."""
     if not folds(schedule):
         return False
-    one = Checked(schedule.at({"dp": [0]}))
+    one = Checked(played(schedule))
     try:
         for program in one.schedule.programs:
             check_program(program, one.schedule, set())
@@ -62,37 +86,47 @@ def by_first_replica(schedule: Schedule) -> bool:
     return True
 
 
-def by_calls_of_first(schedule: Schedule) -> bool:
-    """Return whether a schedule is proved by the calls of its first replica, without a look at others."""
-    return folds(schedule) and proof._is_proved_by_calls(Checked(schedule.at({"dp": [0]})))
+def by_calls_of_some(schedule: Schedule) -> bool:
+    """Return whether a schedule is proved by the calls of replicas that are played, without a look at others."""
+    return folds(schedule) and proof._is_proved_by_calls(Checked(played(schedule)))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_first_replica_has_what_each_has_in_the_proof_of_all(mesh: Mesh) -> None:
+def test_replicas_that_are_played_have_what_each_has_in_the_proof_of_all(mesh: Mesh) -> None:
     """But for sequences, which are others on each."""
     schedule = sharded("usp", mesh, layers=3)
-    assert by_calls_of_first(schedule)
-    one, every = Supersteps(schedule.at({"dp": [0]})), Supersteps(flat(schedule))
-    for each in (one, every):
+    assert by_calls_of_some(schedule)
+    assert schedule.last_apart == (mesh in PADDED)
+    one = played(schedule)
+    some, every = Supersteps(one), Supersteps(flat(schedule))
+    for each in (some, every):
         each.play()
-    roles = mesh.first_replica
-    for rank in range(mesh.size):
-        at, replica = roles.index(mesh.role(rank)), mesh.replica(rank)
-        for number, buffer in enumerate(schedule.program(rank).buffers):
-            if "b" not in buffer.dims:
-                found, own = list(one.held(at, number).pieces), list(every.held(rank, number).pieces)
-                assert places(of_member(found, replica)) == places(own)
+    for at, of_whole in enumerate(one.order[: one.num_ranks]):
+        replicas = stand_for(one)[one.header.mesh.replica(at)]
+        for member, rank in enumerate(mesh.along(of_whole, "dp", replicas)):
+            for number, buffer in enumerate(schedule.program(rank).buffers):
+                if "b" not in buffer.dims:
+                    found, own = list(some.held(at, number).pieces), list(every.held(rank, number).pieces)
+                    assert places(of_member(found, member)) == places(own)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+def with_rows(schedule: Schedule, rows: Mapping[str, int]) -> Schedule:
+    """Return a schedule that says of later replicas that they own other rows."""
+    apart, kind = schedule.last_apart, schedule.kind
+    return Schedule(schedule.header, schedule.program, rows_later=rows, last_apart=apart, kind=kind)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[] if mesh in (WHOLE[0], PADDED[0]) else pytest.mark.slow) for mesh in MESHES]
+)
 def test_rows_that_replicas_do_not_own_are_refused(mesh: Mesh) -> None:
     schedule = sharded("usp", mesh)
     for name, each in schedule.rows_later.items():
         for wrong in (each + 1, each - 1, 2 * each, 0):
             for names in ([name], list(schedule.rows_later)):
-                changed = of_first(schedule, schedule, {**schedule.rows_later, **dict.fromkeys(names, wrong)})
+                changed = with_rows(schedule, {**schedule.rows_later, **dict.fromkeys(names, wrong)})
                 if changed.programs != schedule.programs:
-                    assert not by_calls_of_first(changed)
+                    assert not by_calls_of_some(changed)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -107,24 +141,106 @@ def test_what_a_rank_of_every_replica_does_otherwise_is_found(change: str) -> No
 
     changed = Schedule(schedule.header, program, rows_later=schedule.rows_later, kind=schedule.kind)
     assert folds(changed)
-    assert not by_calls_of_first(changed)
+    assert not by_calls_of_some(changed)
+
+
+def with_rows_of(change: Callable[[Span], Span]) -> Callable[[Fragment], Fragment]:
+    """Return what gives all ports of shards other rows."""
+
+    def of_ports(ports: tuple[Port, ...]) -> tuple[Port, ...]:
+        return tuple(
+            [
+                msgspec.structs.replace(port, tokens=tuple(map(change, port.tokens)))
+                if kind_of(port.tensor) in {"weight", "state", "updated"}
+                else port
+                for port in ports
+            ]
+        )
+
+    return lambda one: dataclasses.replace(one, inputs=of_ports(one.inputs), outputs=of_ports(one.outputs), alike=None)
+
+
+def with_padding_as(change: Callable[[ops.Zero], list[ops.Op]]) -> Callable[[Fragment], Fragment]:
+    """Return what puts something else in place of zeros behind the last rows."""
+
+    def of_ops(one: Fragment) -> list[ops.Op]:
+        return [
+            new
+            for op in one.ops
+            for new in (change(op) if isinstance(op, ops.Zero) and op.label == "padding" else [op])
+        ]
+
+    return lambda one: dataclasses.replace(one, ops=tuple(of_ops(one)), alike=None)
+
+
+def rows_before(op: ops.Zero) -> list[ops.Op]:
+    """Return a copy of the rows before padding into it."""
+    ((start, stop),) = op.into.slices
+    before = msgspec.structs.replace(op.into, slices=((2 * start - stop, start),))
+    source, target = (Split(view, 0, 1) for view in (before, op.into))
+    return [ops.Copy(label="padding", part=op.part, source=source, target=target)]
+
+
+OF_LAST: dict[str, Callable[[Fragment], Fragment]] = {
+    "one row later": with_rows_of(lambda rows: rows.moved(1)),
+    "one row earlier, one twice": with_rows_of(lambda rows: rows.moved(-1)),
+    "rows of the one before": with_rows_of(lambda rows: rows.moved(-rows.size)),
+    "rows of the first replica": with_rows_of(lambda rows: rows.moved(-rows.start)),
+    "one row too many": with_rows_of(lambda rows: Span(rows.start, rows.stop + 1)),
+    "one row too few": with_rows_of(lambda rows: Span(rows.start, rows.stop - 1)),
+    "no padding": with_padding_as(lambda _: []),
+    "rows for padding": with_padding_as(rows_before),
+    **CHANGES,
+}
+
+
+@pytest.mark.parametrize("change", OF_LAST)
+@pytest.mark.parametrize("mesh", PADDED[:1])
+def test_what_the_last_rank_does_otherwise_is_found(mesh: Mesh, change: str) -> None:
+    schedule = sharded("ulysses", mesh)
+
+    def program(rank: int) -> Program:
+        calls = schedule.program(rank).calls
+        if rank < mesh.size - 1:
+            return schedule.program(rank)
+        return Program.of_calls(rank, [call._replace(fragment=OF_LAST[change](call.fragment)) for call in calls])
+
+    rows, kind = schedule.rows_later, schedule.kind
+    changed = Schedule(schedule.header, program, rows_later=rows, last_apart=True, kind=kind)
+    assert changed.program(mesh.size - 1) != schedule.program(mesh.size - 1)
+    assert folds(changed)
+    assert not by_calls_of_some(changed)
+    assert not by_all_ops(flat(changed))
+
+
+@pytest.mark.parametrize("mesh", PADDED)
+def test_a_last_replica_that_is_as_the_first_one_is_refused(mesh: Mesh) -> None:
+    """With its own sequences, so that nothing but rows is wrong."""
+    schedule = sharded("usp", mesh)
+
+    def program(rank: int) -> Program:
+        replica, role = mesh.replica(rank), mesh.role(rank)
+        return schedule.program(role).renamed(Renaming(rank - role, replica)) if replica else schedule.program(rank)
+
+    rows, kind = schedule.rows_later, schedule.kind
+    assert not by_calls_of_some(Schedule(schedule.header, program, rows_later=rows, last_apart=True, kind=kind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_mutant_is_accepted_that_all_ranks_are_not(seed: int) -> None:
     draw, verdicts = Random(seed), Counter[tuple[bool, bool]]()
-    originals = [of_first(one, flattened(one)) for one in (sharded("usp", mesh) for mesh in MESHES[:2])]
-    assert all(map(by_first_replica, originals))
+    originals = [of_played(one, flattened(one)) for one in (sharded("usp", mesh) for mesh in (*WHOLE[:2], *PADDED[:1]))]
+    assert all(map(by_some_replicas, originals))
     for operator in (OPERATORS | STEP_OPERATORS).values():
         for _ in range(2):
             original = draw.choice(originals)
-            first = original.at({"dp": [0]})
-            mutant = operator(draw, first)
-            if mutant is None or mutant.header != first.header:
+            some = played(original)
+            mutant = operator(draw, some)
+            if mutant is None or mutant.header != some.header:
                 continue
-            one = of_first(original, mutant)
-            verdicts[by_first_replica(one), by_all_ops(flat(one))] += 1
+            one = of_played(original, mutant)
+            verdicts[by_some_replicas(one), by_all_ops(flat(one))] += 1
     assert not verdicts[True, False], verdicts
     assert verdicts[True, True] > 0
     assert verdicts[False, False] > 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -60,6 +60,8 @@ class AttentionRules(NamedTuple):
     rows_later: Mapping[str, int] = {}
     """By tensor how much later the rows of a weight are that replicas own than those of the first one, which stands for
     them: a position of as many members."""
+    alone: Collection[int] = ()
+    """Ranks that own nothing but the rows that they name, since their replica stands for itself."""
 
     def of(self, layer: int) -> AttentionRules:
         """Return the rules of the kind of a layer."""
