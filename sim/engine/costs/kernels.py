@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, cached_property
 
 from sim.engine.costs.kernel_table import KernelTable
 from sim.engine.costs.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, located
@@ -52,9 +52,14 @@ class KernelCosts:
         """Return which share of the solo time of a kernel its FLOPs take at the peak, on the slowest device, where what
         it takes beside them counts least.
         """
-        peak = self._peak(min(self._cluster.devices, key=lambda device: device.speed).number, use)
+        peak = self._peak(self._slowest, use)
         seconds, _ = self._seconds(peak, use)
         return min(1.0, use.flops / peak / seconds) if seconds > 0 else 0.0
+
+    @cached_property
+    def _slowest(self) -> int:
+        """The number of the slowest device."""
+        return min(self._cluster.devices, key=lambda device: device.speed).number
 
     def limited(self, use: KernelUse) -> float:
         """Return how far a kernel reaches the power limit of its GPU, from 0 to 1."""

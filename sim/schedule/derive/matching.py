@@ -11,7 +11,7 @@ import numpy as np
 
 from sim.base.errors import ScheduleError
 from sim.base.kept import kept
-from sim.schedule.derive.replicas import stand_for, whole_group
+from sim.schedule.derive.replicas import stand_for, whole_size
 from sim.schedule.ir import ops
 from sim.schedule.ir.exchanges import Ints
 from sim.schedule.ir.forms import Form
@@ -285,7 +285,7 @@ def _groups(schedule: Schedule, calls: dict[tuple[str, tuple[int, ...]], dict[in
         counts = {rank: len(indices.get(rank, [])) for rank in members}
         if len(set(counts.values())) != 1:
             raise ScheduleError(f"communicator {name!r}: members disagree on the number of collectives: {counts}")
-        size = len(whole_group(schedule, name, members))
+        size = whole_size(schedule, name, members[0])
         known: dict[Form, _Sides] = {}
         for number in range(counts[members[0]]):
             keys = tuple((rank, indices[rank][number]) for rank in members)
@@ -371,13 +371,12 @@ def wire_bytes(schedule: Schedule, matching: Matching) -> int:
     replica, replicas = schedule.header.mesh.replica, stand_for(schedule)
     sent, over_all = _sent_by(matching.transfers), 0
     for group in matching.groups:
-        ranks = tuple([rank for rank, _ in group.members])
         for place, (rank, index) in enumerate(group.members):
             program = schedule.program(rank)
             op = program.ops[index]
             assert isinstance(op, ops.Collective)
-            n = len(whole_group(schedule, op.communicator, ranks))
-            if n > len(ranks) and isinstance(op, ops.AllReduce):  # nothing but this and a barrier is over all replicas
+            n = whole_size(schedule, op.communicator, rank)
+            if n > len(group.members) and isinstance(op, ops.AllReduce):  # of all replicas one
                 over_all += 2 * (n - 1) * program.nbytes(op.view) if place == 0 else 0
                 continue
             if isinstance(op, ops.AllToAll | ops.ReduceScatter):

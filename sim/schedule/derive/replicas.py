@@ -49,6 +49,12 @@ def whole_group(schedule: Schedule, communicator: str, members: tuple[int, ...])
     return tuple([schedule.place[rank] for rank in group])
 
 
+def whole_size(schedule: Schedule, communicator: str, member: int) -> int:
+    """Return how many ranks the group of a rank has, with those that the schedule leaves out."""
+    rank = schedule.order[member] if schedule.order else member
+    return len(schedule.whole.communicator(communicator).group_of(rank))
+
+
 def among(schedule: Schedule, op: Op) -> int:
     """Return how many ranks a collective meets, with those that the schedule leaves out: of its largest group; 1 of
     other ops.

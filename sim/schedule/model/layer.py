@@ -326,10 +326,14 @@ class _Ranks:
         later = self._positions[rank] - self._positions[one]
         return {name: each * later for name, each in rows.items()}
 
-    def kind(self, rank: int) -> Hashable:
+    @cached_property
+    def kind(self) -> Callable[[int], Hashable]:
         """See Schedule: how many tokens and rows of weights a rank has, and which of these it counts in norms; which
         they are where it takes them from where they lie among all.
         """
+        return cache(self._kind)
+
+    def _kind(self, rank: int) -> Hashable:
         if self.workload.scope == "attention":
             return 0
         mesh, options, at = self.mesh, self.options, self._positions.get(rank, 0)

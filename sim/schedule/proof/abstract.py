@@ -10,7 +10,7 @@ from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.interpreter import Interpreter
 from sim.schedule.derive.matching import Key, Matching, Transfer, describe
-from sim.schedule.derive.replicas import have_shards, stand_for, whole_group
+from sim.schedule.derive.replicas import have_shards, stand_for, whole_size
 from sim.schedule.derive.show import window
 from sim.schedule.derive.tiles import tile_of
 from sim.schedule.ir import ops
@@ -264,7 +264,7 @@ class AbstractPlayer(Interpreter):
     def collective(self, members: tuple[Key, ...], calls: list[ops.Collective]) -> None:
         """See Interpreter."""
         ranks = tuple([rank for rank, _ in members])
-        over_all = len(whole_group(self._schedule, calls[0].communicator, ranks)) > len(ranks)
+        over_all = whole_size(self._schedule, calls[0].communicator, ranks[0]) > len(ranks)
         if over_all and not all(isinstance(op, ops.AllReduce | ops.Barrier) for op in calls):
             self._among_shards(members, calls)
             return

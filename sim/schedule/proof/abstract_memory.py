@@ -95,8 +95,7 @@ class AbstractMemory:
         for piece in pieces:
             low, high = piece.box[axis]
             for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
-                part = piece.clipped(replaced(piece.box, axis, (starts[number], starts[number + 1])))
-                assert part is not None
+                part = piece.between(axis, starts[number], starts[number + 1])
                 parts[number].append(part.moved(_along(axis, -starts[number])))
         return parts
 

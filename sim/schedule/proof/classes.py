@@ -18,7 +18,7 @@ from typing import NamedTuple
 from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.matching import Group, Key, Matching, Transfer
-from sim.schedule.derive.replicas import have_shards, whole_group
+from sim.schedule.derive.replicas import have_shards, whole_size
 from sim.schedule.ir import ops
 from sim.schedule.ir.declare import operands
 from sim.schedule.ir.forms import Form
@@ -241,8 +241,8 @@ class ClassPlayer(AbstractPlayer):
 
     def _is_over_all(self, group: tuple[Key, ...], op_of: Calls) -> bool:
         """Return whether a group has members in replicas that the schedule leaves out."""
-        communicator, ranks = next(iter(op_of.values())).communicator, tuple([rank for rank, _ in group])
-        return len(whole_group(self._schedule, communicator, ranks)) > len(ranks)
+        communicator = next(iter(op_of.values())).communicator
+        return whole_size(self._schedule, communicator, group[0][0]) > len(group)
 
     def _taken(self, number: int, op: ops.Collective, parts: list[list[Piece]], *, over_all: bool) -> list[Piece]:
         """Return what a member of a class takes of what all send to it."""

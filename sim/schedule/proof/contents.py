@@ -102,6 +102,16 @@ class Piece(NamedTuple):
             place.append(span.part(begin - start, end - start))
         return Piece(tuple(bounds), Content(content.tensor, content.layer, tuple(place), content.seen))  # type: ignore[arg-type]
 
+    def between(self, axis: int, low: int, high: int) -> Piece:
+        """Return the part of this piece between two bounds along one axis, which it has a share of."""
+        box, (tensor, layer, at, seen) = self
+        start, stop = box[axis]
+        begin, end = max(low, start), min(high, stop)
+        if begin == start and end == stop:
+            return self
+        place = (*at[:axis], at[axis].part(begin - start, end - start), *at[axis + 1 :])
+        return Piece(replaced(box, axis, (begin, end)), Content(tensor, layer, place, seen))  # type: ignore[arg-type]
+
     def moved(self, by: tuple[int, int, int, int]) -> Piece:
         """Return the same content at another place."""
         if not any(by):
@@ -185,15 +195,16 @@ def coalesced(pieces: list[Piece]) -> list[Piece]:
 
 def _together(a: Piece, b: Piece, axis: int) -> Piece | None:
     """Return two pieces as one, None where the second does not continue the first along an axis."""
-    if a.box[axis][1] != b.box[axis][0] or a.content[:2] != b.content[:2] or a.content.seen != b.content.seen:
+    (box, (tensor, layer, at, seen)), (next_box, (next_tensor, next_layer, next_at, next_seen)) = a, b
+    if box[axis][1] != next_box[axis][0] or tensor != next_tensor or layer != next_layer or seen != next_seen:
         return None
-    interval = (a.box[axis][0], b.box[axis][1])
-    box = replaced(a.box, axis, interval)
-    span = _continued(a.content.at[axis], b.content.at[axis])
-    if span is None or replaced(b.box, axis, interval) != box:
+    span, behind = _continued(at[axis], next_at[axis]), axis + 1
+    if span is None or at[:axis] != next_at[:axis] or at[behind:] != next_at[behind:]:
         return None
-    place, other = ((*c.at[:axis], span, *c.at[axis + 1 :]) for c in (a.content, b.content))
-    return Piece(box, a.content._replace(at=place)) if place == other else None  # type: ignore[arg-type]
+    if box[:axis] != next_box[:axis] or box[behind:] != next_box[behind:]:
+        return None
+    place = (*at[:axis], span, *at[behind:])
+    return Piece(replaced(box, axis, (box[axis][0], next_box[axis][1])), Content(tensor, layer, place, seen))  # type: ignore[arg-type]
 
 
 def _continued(a: Span, b: Span) -> Span | None:

@@ -37,6 +37,18 @@ def of_member(pieces: list[Piece], member: int) -> list[Piece]:
     return [Piece(piece.box, own) for own, piece in zip(found, pieces, strict=True)]
 
 
+def of_each_member(piece: Piece, members: int) -> list[Piece]:
+    """Return what each of so many members has of a piece that has seen nothing; raises Unclassed where it is one of
+    more or fewer.
+    """
+    box, (tensor, layer, at, seen) = piece
+    assert not seen
+    if not differs(piece.content):
+        return [piece] * members
+    b, s, h, f = (_spans_of_members(span, members) for span in at)
+    return [Piece(box, Content(tensor, layer, place)) for place in zip(b, s, h, f, strict=True)]
+
+
 Moves = tuple[int, int, int, int]
 """By how much later a position of every axis is, of all members: a multiple of FAR, by the number of a table."""
 
@@ -161,9 +173,25 @@ def _seen_by_member(seen: Seen, member: int, tensor: str) -> Seen:
 def span_of_member(span: Span, member: int) -> Span:
     """Return what one member has of a span of all."""
     number, start = divmod(span.start, FAR)
+    return span.moved(_later(number, start)[member] - number * FAR) if number else span
+
+
+def _spans_of_members(span: Span, members: int) -> list[Span]:
+    """Return what each of so many members has of a span of all."""
+    number, start = divmod(span.start, FAR)
     if number == 0:
-        return span
-    table = _TABLES[number - 1] if number <= len(_TABLES) else ()
-    if start >= FAR // 2 or not table or not isinstance(later := table[member], int):
+        return [span] * members
+    later, size, step = _later(number, start), span.stop - span.start, span.step
+    if len(later) != members:
         raise Unclassed
-    return span.moved(later - number * FAR)
+    return [Span(start + by, start + by + size, step) for by in later]
+
+
+def _later(number: int, start: int) -> tuple[int, ...]:
+    """Return by how much positions are later of each member, by the number of their table; raises Unclassed where there
+    is none.
+    """
+    table = _TABLES[number - 1] if 0 < number <= len(_TABLES) else ()
+    if start >= FAR // 2 or not table or not isinstance(table[0], int):
+        raise Unclassed
+    return table

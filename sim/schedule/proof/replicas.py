@@ -12,6 +12,7 @@ stands for itself, and what it holds is its own: it meets the others in what is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache, reduce
 
@@ -21,7 +22,7 @@ from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.tensors import OF_TOKENS
 from sim.schedule.model.scope import kind_of
 from sim.schedule.proof.contents import ZERO, Content, Piece, Unclassed, brief, differs, union
-from sim.schedule.proof.members import content_of_member, moved, moving, of_member, position
+from sim.schedule.proof.members import content_of_member, moved, moving, of_each_member, position
 from sim.schedule.proof.rules.attention import AttentionRules
 
 Sender = tuple[int, int]
@@ -32,10 +33,9 @@ def of_replicas(rules: AttentionRules, schedule: Schedule) -> AttentionRules:
     """Return the rules of contents of all replicas that the first one of a schedule stands for; any other stands for
     itself.
     """
-    mesh, (replicas, *_) = schedule.header.mesh, stand_for(schedule)
-    rows = {
-        name: position([replica * each for replica in replicas]) for name, each in schedule.whole.rows_later.items()
-    }
+    mesh, (replicas, *_), later = schedule.header.mesh, stand_for(schedule), schedule.whole.rows_later
+    moves = {each: position([replica * each for replica in replicas]) for each in set(later.values())}
+    rows = {name: moves[each] for name, each in later.items()}
     alone = frozenset(mesh.at({"dp": range(1, mesh.dp)}))
     return rules.of_members(len(replicas))._replace(rows_later=rows, alone=alone)
 
@@ -60,7 +60,12 @@ def shards_of_all(of_played: Sequence[list[Piece]], senders: Sequence[Sender]) -
     for content in (piece.content for pieces in of_played for piece in pieces if piece.content.tensor != ZERO):
         if content.seen or kind_of(content.tensor) in (*OF_TOKENS, "weight gradient", "square"):
             raise Unclassed
-    return [of_member(of_played[number], member) for member, number in senders]
+    members = Counter([number for _, number in senders])
+    each = [
+        list(zip(*[of_each_member(piece, members[number]) for piece in pieces], strict=True))
+        for number, pieces in enumerate(of_played)
+    ]
+    return [list(each[number][member]) for member, number in senders]
 
 
 def parts_of_all(parts: Sequence[list[Piece]], senders: Sequence[Sender]) -> list[list[Piece]]:

@@ -21,7 +21,7 @@ import msgspec
 
 from sim.schedule.derive.dependencies import Dependencies, derive
 from sim.schedule.derive.matching import match, wire_bytes
-from sim.schedule.derive.replicas import whole_group
+from sim.schedule.derive.replicas import whole_size
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.program import Program, Schedule
@@ -170,7 +170,7 @@ class Supersteps:
         """Return the groups of some ranks, counted from the first one, each behind the size of the whole one."""
         some = set(ranks)
         groups = [group for group in self._schedule.communicator(communicator).groups if not some.isdisjoint(group)]
-        whole = [len(whole_group(self._schedule, communicator, group)) for group in groups]
+        whole = [whole_size(self._schedule, communicator, group[0]) for group in groups]
         return tuple([(size, *(rank - ranks[0] for rank in group)) for size, group in zip(whole, groups, strict=True)])
 
     def play(self) -> None:
