@@ -207,7 +207,7 @@ def require_same_where_others_win(folded: Simulation, meant: Simulation, what: s
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 10), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in range(1, 5))]
+    ("seed", "count"), [(6, 10), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in range(1, 5))]
 )
 def test_folded_times_and_figures_are_those_of_all_ranks(seed: int, count: int) -> None:
     engines: tuple[Engine, ...] = ("auto", "simpy")

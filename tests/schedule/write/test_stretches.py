@@ -33,9 +33,10 @@ def test_what_is_written_again_is_what_is_written_anew(name: str, mask: str, mon
     anew = _schedule(name, mask)
     assert anew.to_json() == into_json
     for one, other in zip(again.programs, anew.programs, strict=True):
-        assert isinstance(one.ops, Stretched)
         assert isinstance(other.ops, tuple)
         assert one == other
+    firsts = {group[0] for group in again.header.mesh.groups("ulysses")}  # whose others trade heads, and do as they do
+    assert all(isinstance(again.program(rank).ops, Stretched) for rank in firsts)
 
 
 @pytest.mark.parametrize("name", by_tier({"zigzag", "ring, queries travel"}, {"usp, sums as published"}, NAMES))
