@@ -95,8 +95,8 @@ class AbstractMemory:
         for piece in pieces:
             low, high = piece.box[axis]
             for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
-                part = piece.between(axis, starts[number], starts[number + 1])
-                parts[number].append(part.moved(_along(axis, -starts[number])))
+                start, stop = starts[number], starts[number + 1]
+                parts[number].append(piece.between(axis, start, stop).along(axis, -start))
         return parts
 
     def write_parts(self, split: Split, parts: list[list[Piece]]) -> None:
@@ -107,9 +107,7 @@ class AbstractMemory:
         """Return pieces, in the coordinates of each part, in those of the view that is split."""
         axis = self._axis(split)
         return [
-            piece.moved(_along(axis, start))
-            for start, pieces in zip(split.starts, parts, strict=False)
-            for piece in pieces
+            piece.along(axis, start) for start, pieces in zip(split.starts, parts, strict=False) for piece in pieces
         ]
 
     def _axis(self, split: Split) -> int:
@@ -175,12 +173,6 @@ class AbstractMemory:
         self._pieces[number], self._full[number] = pieces, full
         if self._read[number]:
             self._read[number] = {}
-
-
-@lru_cache(maxsize=4096)
-def _along(axis: int, by: int) -> tuple[int, int, int, int]:
-    """Return a move along one axis."""
-    return tuple([by if number == axis else 0 for number in range(4)])  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=4096)

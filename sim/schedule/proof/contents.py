@@ -112,6 +112,11 @@ class Piece(NamedTuple):
         place = (*at[:axis], at[axis].part(begin - start, end - start), *at[axis + 1 :])
         return Piece(replaced(box, axis, (begin, end)), Content(tensor, layer, place, seen))  # type: ignore[arg-type]
 
+    def along(self, axis: int, by: int) -> Piece:
+        """Return the same content so much later along one axis."""
+        start, stop = self.box[axis]
+        return Piece(replaced(self.box, axis, (start + by, stop + by)), self.content) if by else self
+
     def moved(self, by: tuple[int, int, int, int]) -> Piece:
         """Return the same content at another place."""
         if not any(by):

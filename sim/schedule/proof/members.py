@@ -73,6 +73,9 @@ def moving(of_members: list[list[Piece]]) -> tuple[list[Piece], list[Moves]] | N
             if pieces[at].box != box or other[:2] != (tensor, layer) or other.seen != seen:
                 return None
             for table, here, there in zip(tables, place, other.at, strict=True):
+                if here == there:  # most
+                    table.append(0)
+                    continue
                 later = there.start - here.start
                 if there.stop - here.stop != later or there.step != here.step or abs(later) > FAR // 2:
                     return None
