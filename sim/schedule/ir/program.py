@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -253,12 +253,22 @@ class _Document(Data, frozen=True, kw_only=True):
     programs: tuple[_Written, ...]
 
 
+class Later(NamedTuple):
+    """How shards of weights of data-parallel replicas follow each other."""
+
+    rows: Mapping[str, int] = {}
+    """By tensor how many rows of a weight behind those of the replica before it those are that a replica owns; none
+    where all own the same, or where replicas may differ in more."""
+    last_apart: bool = False
+    """Whether the last replica may differ in more, as one whose shards are cut off where a tensor ends."""
+
+
 class Schedule:
     """A header and, per rank, a program that is built when first asked for. Both players play this object.
 
     Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
-    as that one, each with ranks and sequences of its own; and where ``rows_later`` names tensors with rows of weights
-    of its own, too. Then ``last_apart`` says that it makes those of the last one as well. Otherwise it makes all.
+    as that one, each with ranks and sequences of its own; and where ``later`` names tensors with rows of weights of its
+    own, too. Then that may say that it makes those of the last one as well. Otherwise it makes all.
     """
 
     def __init__(
@@ -267,8 +277,7 @@ class Schedule:
         build: Callable[[int], Program],
         *,
         replicated: bool = False,
-        rows_later: Mapping[str, int] = {},
-        last_apart: bool = False,
+        later: Callable[[], Later] = Later,
         kind: Callable[[int], Hashable] | None = None,
         whole: Schedule | None = None,
         order: Sequence[int] = (),
@@ -277,11 +286,7 @@ class Schedule:
     ) -> None:
         self.header = header
         self.replicated = replicated and header.mesh.dp > 1
-        self.rows_later = rows_later if header.mesh.dp > 1 else {}
-        """By tensor how many rows of a weight behind those of the replica before it those are that a replica owns;
-        none where all own the same, or where replicas may differ in more."""
-        self.last_apart = last_apart and bool(self.rows_later)
-        """Whether the last replica may differ in more, as one whose shards are cut off where a tensor ends."""
+        self._later = later
         self.kind = kind or (header.mesh.role if self.replicated else int)
         """Of what kind the program of a rank is: of ranks that differ in nothing but their replica, or their member of
         a tensor-parallel group, those of one kind do the same, each with tokens, peers and parts of weights of its own,
@@ -311,6 +316,20 @@ class Schedule:
         """Return which rank of the whole schedule's first replica has the place of a rank."""
         return self.whole.header.mesh.role(self.order[rank] if self.order else rank)
 
+    @cached_property
+    def _own_later(self) -> Later:
+        return self._later() if self.header.mesh.dp > 1 else Later()
+
+    @property
+    def rows_later(self) -> Mapping[str, int]:
+        """As of ``Later``."""
+        return self._own_later.rows
+
+    @property
+    def last_apart(self) -> bool:
+        """As of ``Later``."""
+        return bool(self.rows_later) and self._own_later.last_apart
+
     @property
     def written(self) -> Sequence[int]:
         """The replicas whose programs ``build`` makes."""
@@ -337,7 +356,7 @@ class Schedule:
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
         replica = mesh.replica(rank)
-        if replica in self.written:
+        if not replica or replica in self.written:  # how replicas follow each other need not be known for the first
             return self._shared(self._build(rank))
         role, rows = mesh.role(rank), {name: replica * each for name, each in self.rows_later.items()}
         own = self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch, rows))

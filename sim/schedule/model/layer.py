@@ -19,7 +19,7 @@ import msgspec
 from sim.base.errors import InputError
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of, restarted
-from sim.schedule.ir.program import Claims, Communicator, Header, Program, Schedule
+from sim.schedule.ir.program import Claims, Communicator, Header, Later, Program, Schedule
 from sim.schedule.ir.renaming import Renaming, tokens_later
 from sim.schedule.ir.shares import Share, computed_model, workload_of_share
 from sim.schedule.model.block import block_of
@@ -149,14 +149,7 @@ def build_around(
         plans=plans, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=blocks,
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
-    return Schedule(
-        header,
-        ranks.program,
-        replicated=not ranks.own_shards,
-        rows_later=ranks.rows_later,
-        last_apart=ranks.last_apart,
-        kind=ranks.kind,
-    )
+    return Schedule(header, ranks.program, replicated=not ranks.own_shards, later=ranks.later, kind=ranks.kind)
 
 
 def _plans(plan: AttentionPlan | Callable[[Workload], AttentionPlan], workload: Workload) -> tuple[AttentionPlan, ...]:
@@ -256,9 +249,13 @@ class _Ranks:
         """Whether replicas differ, each rank having shards of its own."""
         return self.shards.within is not None and self.options.shards == "all" and self.mesh.dp > 1
 
+    def later(self) -> Later:
+        """See Schedule."""
+        return Later(self.rows_later, self.last_apart)
+
     @property
     def rows_later(self) -> Mapping[str, int]:
-        """See Schedule: where every replica, or all but the last one, owns as many rows as the first one, of as many
+        """See ``Later``: where every replica, or all but the last one, owns as many rows as the first one, of as many
         ranks further on.
         """
         mesh, found = self.mesh, list[dict[str, int] | None]()
@@ -278,7 +275,7 @@ class _Ranks:
 
     @cached_property
     def last_apart(self) -> bool:
-        """See Schedule: where the last shards are padded, so that less of them is owned."""
+        """See ``Later``: where the last shards are padded, so that less of them is owned."""
         first, last = ([*map(self.kind, self.mesh.at({"dp": [replica]}))] for replica in (0, self.mesh.dp - 1))
         return self.own_shards and first != last
 

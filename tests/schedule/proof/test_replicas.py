@@ -15,7 +15,7 @@ from sim.schedule.derive.replicas import folds, stand_for
 from sim.schedule.ir import ops
 from sim.schedule.ir.fragments import Fragment, Port
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.program import Later, Program, Schedule
 from sim.schedule.ir.renaming import Renaming
 from sim.schedule.ir.views import Split
 from sim.schedule.model.scope import kind_of
@@ -57,7 +57,7 @@ def of_played(schedule: Schedule, some: Schedule, rows: Mapping[str, int] | None
         return some.program(rank - ahead).renamed(Renaming(ahead)) if last and ahead else some.program(rank)
 
     header, kind = schedule.header, schedule.kind
-    return Schedule(header, program, rows_later=later, last_apart=schedule.last_apart, kind=kind)
+    return Schedule(header, program, later=lambda: Later(later, schedule.last_apart), kind=kind)
 
 
 def flat(schedule: Schedule) -> Schedule:
@@ -113,7 +113,7 @@ def test_replicas_that_are_played_have_what_each_has_in_the_proof_of_all(mesh: M
 def with_rows(schedule: Schedule, rows: Mapping[str, int]) -> Schedule:
     """Return a schedule that says of later replicas that they own other rows."""
     apart, kind = schedule.last_apart, schedule.kind
-    return Schedule(schedule.header, schedule.program, rows_later=rows, last_apart=apart, kind=kind)
+    return Schedule(schedule.header, schedule.program, later=lambda: Later(rows, apart), kind=kind)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_what_a_rank_of_every_replica_does_otherwise_is_found(change: str) -> No
             rank, [call._replace(fragment=CHANGES[change](call.fragment)) if rank else call for call in calls]
         )
 
-    changed = Schedule(schedule.header, program, rows_later=schedule.rows_later, kind=schedule.kind)
+    changed = Schedule(schedule.header, program, later=lambda: Later(schedule.rows_later), kind=schedule.kind)
     assert folds(changed)
     assert not by_calls_of_some(changed)
 
@@ -206,7 +206,7 @@ def test_what_the_last_rank_does_otherwise_is_found(mesh: Mesh, change: str) -> 
         return Program.of_calls(rank, [call._replace(fragment=OF_LAST[change](call.fragment)) for call in calls])
 
     rows, kind = schedule.rows_later, schedule.kind
-    changed = Schedule(schedule.header, program, rows_later=rows, last_apart=True, kind=kind)
+    changed = Schedule(schedule.header, program, later=lambda: Later(rows, last_apart=True), kind=kind)
     assert changed.program(mesh.size - 1) != schedule.program(mesh.size - 1)
     assert folds(changed)
     assert not by_calls_of_some(changed)
@@ -223,7 +223,9 @@ def test_a_last_replica_that_is_as_the_first_one_is_refused(mesh: Mesh) -> None:
         return schedule.program(role).renamed(Renaming(rank - role, replica)) if replica else schedule.program(rank)
 
     rows, kind = schedule.rows_later, schedule.kind
-    assert not by_calls_of_some(Schedule(schedule.header, program, rows_later=rows, last_apart=True, kind=kind))
+    assert not by_calls_of_some(
+        Schedule(schedule.header, program, later=lambda: Later(rows, last_apart=True), kind=kind)
+    )
 
 
 @pytest.mark.slow
