@@ -4,9 +4,11 @@
 
 A branch is a schedule with its degrees and its first options. None of its configurations is faster than the one that
 recomputes and copies least, and none holds less than the one that holds least (``bounds``, from one rank's program). A
-usual configuration that fits is simulated first (``usual``), and its family is searched before others. What is looked
-at next is only a guess: the bound, and what links add where nothing hides them, or what they added in the same family.
-The search ends where no bound is below the last of the best, or with its time.
+usual configuration that fits is simulated first (``usual``), and its family is searched before others; of very many
+families one of each of the most promising cuts of weights, and then those like the best. What is looked at next is only
+a guess: the bound, and what links add where nothing hides them, or what they added in the same family. The search ends
+where no bound is below the last of the best, or with its time; a usual configuration that is simulated then is not cut
+short.
 """
 
 from __future__ import annotations

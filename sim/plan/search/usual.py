@@ -1,8 +1,9 @@
 """A usual configuration that fits, found by a few bounds of memory, so that a search has something at once.
 
-People split a sequence over no more GPUs than it needs, by heads inside a node and by parts between nodes, recompute
-whole layers, and move activations and states to the host only where they must. A replica of few GPUs is also the
-quickest to simulate.
+People split a sequence over no more GPUs than it needs, by heads inside a node and by parts between nodes. They
+recompute whole layers, and move activations and states to the host, only where they must. A replica of few GPUs is also
+the quickest to simulate. Where there are many families, bounds of one rank guess which ways to cut weights may be
+fastest.
 """
 
 from __future__ import annotations
