@@ -6,15 +6,14 @@ lies within replicas, in each the same, or sums over all of them in their order.
 are equal, once a schedule declares one. The ranks of a ring under a causal mask have programs of their own.
 
 Where each replica owns rows of weights of its own, as many behind those of the one before for all, parts of one size
-may be gathered from all and scattered to all, too (``sim.schedule.proof.replicas``). The last replica, whose rows end
-where the tensor does, may be proved by itself beside the first one, which then stands for all but that. Where more
-replicas own unlike rows, which of them meet where is proved of all ranks. What is played of them says ``roles``.
+may be gathered from all and scattered to all, too (``sim.schedule.proof.replicas``). Replicas that differ in more are
+proved by themselves beside the one that stands for all others: the last one, whose rows end where the tensor does, and
+those that own rows of norms, which one member of a tensor-parallel group counts. What is played of them says ``roles``.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
-
+from sim.base.kept import kept
 from sim.schedule.derive.roles import is_alike_for_all, spans_over_replicas
 from sim.schedule.ir.ops import AllReduce, Barrier, Collective, Exchange, Op
 from sim.schedule.ir.program import Schedule
@@ -69,11 +68,16 @@ def have_shards(schedule: Schedule) -> bool:
     return bool(schedule.whole.rows_later) and schedule.header.mesh.dp < schedule.whole.header.mesh.dp
 
 
-def stand_for(schedule: Schedule) -> list[range]:
-    """Return by replica of the schedule for which of the whole one it stands: for itself and all up to the next one."""
-    mesh, whole = schedule.header.mesh, schedule.whole.header.mesh
-    if mesh.dp == whole.dp:
-        return [range(replica, replica + 1) for replica in range(mesh.dp)]
+@kept
+def stand_for(schedule: Schedule) -> list[tuple[int, ...]]:
+    """Return by replica of the schedule for which of the whole one it stands in a proof: for those that are written as
+    it is, the first of which it is itself.
+    """
+    mesh, whole = schedule.header.mesh, schedule.whole
+    if mesh.dp == whole.header.mesh.dp:
+        return [(replica,) for replica in range(mesh.dp)]
+    written: dict[int, list[int]] = {}
+    for replica, one in enumerate(whole.written_as):
+        written.setdefault(one, []).append(replica)
     own = mesh.along(0, "dp", range(mesh.dp))
-    starts = [whole.replica(schedule.order[rank]) for rank in own]
-    return [range(*pair) for pair in pairwise([*starts, whole.dp])]
+    return [tuple(written[whole.header.mesh.replica(schedule.order[rank])]) for rank in own]

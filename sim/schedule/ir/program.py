@@ -258,9 +258,11 @@ class Later(NamedTuple):
 
     rows: Mapping[str, int] = {}
     """By tensor how many rows of a weight behind those of the replica before it those are that a replica owns; none
-    where all own the same, or where replicas may differ in more."""
-    last_apart: bool = False
-    """Whether the last replica may differ in more, as one whose shards are cut off where a tensor ends."""
+    where all own the same, or where no two replicas differ in nothing else."""
+    written_as: tuple[int, ...] = ()
+    """By replica the one from which it differs in nothing else, or itself where it may differ in more from all: its
+    shards are cut off where a tensor ends, or have what one member of a tensor-parallel group counts for all. Empty
+    where all are like the first."""
 
 
 class Schedule:
@@ -268,7 +270,7 @@ class Schedule:
 
     Where it is replicated, ``build`` makes the programs of the first data-parallel replica, and all others do the same
     as that one, each with ranks and sequences of its own; and where ``later`` names tensors with rows of weights of its
-    own, too. Then that may say that it makes those of the last one as well. Otherwise it makes all.
+    own, too. Then that may say of which others it makes them as well. Otherwise it makes all.
     """
 
     def __init__(
@@ -325,18 +327,18 @@ class Schedule:
         """As of ``Later``."""
         return self._own_later.rows
 
-    @property
-    def last_apart(self) -> bool:
-        """As of ``Later``."""
-        return bool(self.rows_later) and self._own_later.last_apart
+    @cached_property
+    def written_as(self) -> tuple[int, ...]:
+        """By replica the one whose programs it has, with ranks, sequences and rows of its own."""
+        dp = self.header.mesh.dp
+        if not (self.replicated or self.rows_later):
+            return tuple(range(dp))
+        return (self.rows_later and self._own_later.written_as) or (0,) * dp
 
     @property
     def written(self) -> Sequence[int]:
         """The replicas whose programs ``build`` makes."""
-        dp = self.header.mesh.dp
-        if not (self.replicated or self.rows_later):
-            return range(dp)
-        return [0, dp - 1] if self.last_apart else [0]
+        return sorted(set(self.written_as))
 
     @property
     def num_ranks(self) -> int:
@@ -356,10 +358,11 @@ class Schedule:
     def _built(self, rank: int) -> Program:
         mesh = self.header.mesh
         replica = mesh.replica(rank)
-        if not replica or replica in self.written:  # how replicas follow each other need not be known for the first
+        later = replica - self.written_as[replica] if replica else 0  # how replicas follow the first need not be known
+        if not later:
             return self._shared(self._build(rank))
-        role, rows = mesh.role(rank), {name: replica * each for name, each in self.rows_later.items()}
-        own = self.program(role).renamed(Renaming(rank - role, replica * self.header.workload.batch, rows))
+        ranks, rows = later * mesh.replica_stride, {name: later * each for name, each in self.rows_later.items()}
+        own = self.program(rank - ranks).renamed(Renaming(ranks, later * self.header.workload.batch, rows))
         return self._shared(own) if rows else own
 
     def _shared(self, program: Program) -> Program:

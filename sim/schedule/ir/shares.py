@@ -92,8 +92,8 @@ class Share(NamedTuple):
         weights that several members have the first of them: so each element of the whole weights has one name.
         """
         found: list[tuple[Span, Span]] = []
-        ends = [*accumulate(map(self.size, flat.parts))]
-        for start, stop, weight in zip([0, *ends], ends, flat.parts, strict=False):
+        ends = _ends(self, flat)
+        for start, stop, weight in zip((0, *ends), ends, flat.parts, strict=False):
             low, high = max(rows.start, start), min(rows.stop, stop)
             if low < high:
                 first = self.number // self.alike(weight) * self.alike(weight)
@@ -109,6 +109,12 @@ class Share(NamedTuple):
         """
         named = [ONE, self.place(flat)] if self.number == 0 else [self.place(flat)] if self.divides(flat) else []
         return [span for span, whose in self.elements(flat, rows) if whose in named]
+
+
+@lru_cache(maxsize=256)
+def _ends(share: Share, flat: Tensor) -> tuple[int, ...]:
+    """Return behind how many elements of a flat tensor of a member's shares each weight's end."""
+    return tuple(accumulate(map(share.size, flat.parts)))
 
 
 def num_elements(flat: Tensor, model: ModelSpec) -> int:

@@ -250,34 +250,25 @@ class _Ranks:
         return self.shards.within is not None and self.options.shards == "all" and self.mesh.dp > 1
 
     def later(self) -> Later:
-        """See Schedule."""
-        return Later(self.rows_later, self.last_apart)
+        """See Schedule: most replicas, of those that are alike, are written as the first one of these."""
+        mesh, alike = self.mesh, dict[Hashable, list[int]]()
+        for replica in range(mesh.dp) if self.own_shards else ():
+            alike.setdefault(tuple(map(self.kind, mesh.at({"dp": [replica]}))), []).append(replica)
+        most = max(alike.values(), key=len, default=[])
+        rows = self._rows_between(most) if len(most) > 1 else {}
+        return Later(rows, tuple([most[0] if one in most else one for one in range(mesh.dp)])) if rows else Later()
 
-    @property
-    def rows_later(self) -> Mapping[str, int]:
-        """See ``Later``: where every replica, or all but the last one, owns as many rows as the first one, of as many
-        ranks further on.
+    def _rows_between(self, replicas: Sequence[int]) -> dict[str, int]:
+        """Return by tensor how many rows of it those of a replica are behind those of the one before it, for some
+        replicas; none where these are not as many for all ranks.
         """
         mesh, found = self.mesh, list[dict[str, int] | None]()
-        several = mesh.dp - self.last_apart
-        if not self.own_shards or several == 1:
-            return {}
         for role in mesh.first_replica:
-            ranks = mesh.along(role, "dp", range(several))
-            each = self._positions[ranks[1]] - self._positions[role]
-            rows, kind = self._owning(mesh.place(role)["tp"]).rows, self.kind(role)
-            alike = all(
-                self._positions[rank] - self._positions[role] == replica * each and self.kind(rank) == kind
-                for replica, rank in enumerate(ranks)
-            )
+            at = [self._positions[rank] for rank in mesh.along(role, "dp", range(mesh.dp))]
+            rows, each = self._owning(mesh.place(role)["tp"]).rows, at[1] - at[0]
+            alike = all(at[replica] - at[0] == replica * each for replica in replicas)
             found.append({name: each * of_part for name, of_part in rows.items()} if rows and alike else None)
         return found[0] if found[0] and all(one == found[0] for one in found) else {}
-
-    @cached_property
-    def last_apart(self) -> bool:
-        """See ``Later``: where the last shards are padded, so that less of them is owned."""
-        first, last = ([*map(self.kind, self.mesh.at({"dp": [replica]}))] for replica in (0, self.mesh.dp - 1))
-        return self.own_shards and first != last
 
     @cached_property
     def _of_role(self) -> Callable[[int], Program]:

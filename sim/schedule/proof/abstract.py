@@ -319,8 +319,8 @@ class AbstractPlayer(Interpreter):
         """Return the sum over the replicas that one stands for of what was summed over that: the others sum up the same
         of their own sequences.
         """
-        each = self._rules.batch // self._schedule.whole.header.mesh.dp
-        starts = range(0, len(stand_for(self._schedule)[replica]) * each, each)
+        each, some = self._rules.batch // self._schedule.whole.header.mesh.dp, stand_for(self._schedule)[replica]
+        starts = tuple([(one - some[0]) * each for one in some])
         return [piece._replace(content=sum_of_replicas(piece.content, starts)) for piece in summed]
 
     def _sent(self, key: Key, op: ops.Collective, size: int) -> list[list[Piece]]:

@@ -102,7 +102,7 @@ def _piece(pieces: tuple[Piece, ...]) -> Piece:
     ):
         raise Unclassed
     at = [_span(spans) for spans in zip(*(content.at for content in contents), strict=True)]
-    seen = _seen(tuple([content.seen for content in contents]))
+    seen = seen_of_all(tuple([content.seen for content in contents]))
     return Piece(pieces[0].box, Content(first.tensor, first.layer, tuple(at), seen))  # type: ignore[arg-type]
 
 
@@ -141,7 +141,7 @@ def _span(spans: tuple[Span, ...]) -> Span:
 
 
 @lru_cache(maxsize=65536)
-def _seen(of_members: tuple[Seen, ...]) -> Seen:
+def seen_of_all(of_members: tuple[Seen, ...]) -> Seen:
     """Return what all members have seen as one: as one box that is nowhere where one has seen more than another."""
     if len({len(seen) for seen in of_members}) == 1:
         with contextlib.suppress(Unclassed):

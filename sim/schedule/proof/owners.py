@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
 from typing import NamedTuple
 
 import msgspec
@@ -33,10 +33,10 @@ def check_owners(schedule: Schedule) -> None:
     else:  # each replica that stands for others, or beside others, has just its own sequences
         for replica, some in enumerate(replicas):
             of_replica = [program for program in programs if mesh.replica(program.rank) == replica]
-            _check_own_tokens(schedule, of_replica, workload.batch, some.start * workload.batch)
+            _check_own_tokens(schedule, of_replica, workload.batch, some[0] * workload.batch)
     if schedule.header.claims:
-        numbers = [len(replicas[mesh.replica(program.rank)]) for program in programs]
-        check_shards(programs, workload, schedule.header.members, schedule.whole.rows_later, numbers)
+        of_programs = [replicas[mesh.replica(program.rank)] for program in programs]
+        check_shards(programs, workload, schedule.header.members, schedule.whole.rows_later, of_programs)
 
 
 def _check_own_tokens(schedule: Schedule, programs: Sequence[Program], sequences: int, first: int = 0) -> None:
@@ -116,14 +116,15 @@ def check_shards(
     workload: Workload,
     members: int = 1,
     rows_later: Mapping[str, int] = {},
-    replicas: Sequence[int] = (),
+    replicas: Sequence[tuple[int, ...]] = (),
 ) -> None:
     """Raise where some rows or columns of a weight are on fewer ranks than others, or a rank does not leave what is due
     of just the shards that it holds: their gradient, or at the end of a step what they are then. Of ``members`` of each
     tensor-parallel group flat tensors of their shares are as one matrix, with a column each. Each program stands
-    for those of as many ``replicas``, each of which owns rows so much later than the one before.
+    for those of some ``replicas``, the first of which is its own, each of which owns rows so much later than the one
+    before it does.
     """
-    held: dict[Tensor, dict[int, Counter[_Shard]]] = defaultdict(lambda: defaultdict(Counter))
+    held: dict[Tensor, dict[tuple[int, ...], Counter[_Shard]]] = defaultdict(lambda: defaultdict(Counter))
     due, result = (updated, "update") if workload.scope == "step" else (d, "gradient")
     kept, learned = (
         {tensor.name: tensor for unit in some for tensor in (*unit.weights, *unit.states)}
@@ -131,7 +132,7 @@ def check_shards(
     )
     frozen = {unit.working.name: unit.working for unit in units(workload) if unit.frozen}
     results = {due(tensor).name: tensor for tensor in learned.values()}
-    for program, alike in zip(programs, replicas or [1] * len(programs), strict=True):
+    for program, alike in zip(programs, replicas or [(0,)] * len(programs), strict=True):
         for shard, count in _shards(program.inputs, workload, kept | frozen).items():
             held[shard.weight][alike][shard] += count
         own = _shards(program.inputs, workload, learned)
@@ -153,12 +154,12 @@ def check_shards(
             raise ScheduleError(f"{weight.name} of layer {weight.layer}: {problem}; a shard is lost or doubled")
 
 
-def _of_replicas(shards: Counter[_Shard], later: int, replicas: int) -> Counter[_Shard]:
-    """Return the shards of as many replicas, by those of the first. Neighbours that are held as often are joined, and
-    so are those of all replicas where they are as large as these lie apart.
+def _of_replicas(shards: Counter[_Shard], later: int, replicas: tuple[int, ...]) -> Counter[_Shard]:
+    """Return the shards of some replicas, by those of the first. Neighbours that are held as often are joined, and so
+    are those of replicas that follow each other where they are as large as these lie apart.
     """
     if not later:
-        return Counter({shard: replicas * count for shard, count in shards.items()})
+        return Counter({shard: len(replicas) * count for shard, count in shards.items()})
     joined: list[tuple[_Shard, int]] = []
     for shard, count in sorted(shards.items(), key=lambda one: (one[0].columns, one[0].rows)):
         before, often = joined[-1] if joined else (shard, 0)
@@ -166,14 +167,20 @@ def _of_replicas(shards: Counter[_Shard], later: int, replicas: int) -> Counter[
             joined[-1] = before._replace(rows=Span(before.rows.start, shard.rows.stop)), count
         else:
             joined.append((shard, count))
-    found = Counter[_Shard]()
+    found, runs = Counter[_Shard](), _runs([replica - replicas[0] for replica in replicas])
     for shard, count in joined:
         start, stop, _ = shard.rows
-        spans = [Span(start, start + replicas * later)]
+        spans = [Span(start + later * one, start + later * last) for one, last in runs]
         if stop - start != later:
-            spans = [shard.rows.moved(replica * later) for replica in range(replicas)]
+            spans = [shard.rows.moved(later * replica) for run in runs for replica in range(*run)]
         found.update({shard._replace(rows=span): count for span in spans})
     return found
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return rising numbers as runs of those that follow each other, each from one up to another."""
+    runs = ([number for _, number in run] for _, run in groupby(enumerate(numbers), lambda one: one[1] - one[0]))
+    return [(first, last + 1) for first, *_, last in (run * 2 for run in runs)]
 
 
 def _shape(weight: Tensor, workload: Workload) -> tuple[int, int]:

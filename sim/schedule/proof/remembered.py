@@ -64,7 +64,7 @@ def key_of(schedule: Schedule) -> str:
     digest = hashlib.sha256(_code())
     digest.update(_encode(msgspec.structs.replace(schedule.header, claims=None)))
     digest.update(_encode(repr(schedule.header.claims)))  # FLOPs may be more than an integer of 64 bits
-    digest.update(_encode([schedule.replicated, schedule.rows_later, schedule.last_apart]))
+    digest.update(_encode([schedule.replicated, schedule.rows_later, schedule.written_as]))
     digest.update(_encode(numbered([schedule.kind(rank) for rank in range(mesh.size)])))
     for rank in mesh.at({"dp": schedule.written}):
         digest.update(digests.of_program(schedule.program(rank)))

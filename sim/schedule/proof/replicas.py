@@ -6,8 +6,8 @@ Replicas differ in sequences, too, and of these nothing is written down: what is
 replica, and never meets what another one has. What is gathered from all replicas, scattered to them or summed over them
 is looked at on each; all that is done within one is the same, with rows that move as those that it is given.
 
-Where the last replica is apart, as its rows end where a tensor does, the first one stands for all but that. The last
-stands for itself, and what it holds is its own: it meets the others in what is looked at on each.
+Replicas that are apart, as the last one whose rows end where a tensor does, stand for themselves, and what they hold is
+their own: they meet the others in what is looked at on each. The first of all others stands for these.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ Sender = tuple[int, int]
 
 
 def of_replicas(rules: AttentionRules, schedule: Schedule) -> AttentionRules:
-    """Return the rules of contents of all replicas that the first one of a schedule stands for; any other stands for
-    itself.
-    """
-    mesh, (replicas, *_), later = schedule.header.mesh, stand_for(schedule), schedule.whole.rows_later
-    moves = {each: position([replica * each for replica in replicas]) for each in set(later.values())}
+    """Return the rules of contents of all replicas that one of a schedule stands for; any other stands for itself."""
+    later, by_replica = schedule.whole.rows_later, stand_for(schedule)
+    replicas = max(by_replica, key=len)
+    alone = [own for own, some in enumerate(by_replica) if some is not replicas]
+    if any(len(by_replica[own]) > 1 for own in alone):
+        raise Unclassed  # contents are of the members of one class
+    moves = {each: position([(replica - replicas[0]) * each for replica in replicas]) for each in set(later.values())}
     rows = {name: moves[each] for name, each in later.items()}
-    alone = frozenset(mesh.at({"dp": range(1, mesh.dp)}))
-    return rules.of_members(len(replicas))._replace(rows_later=rows, alone=alone)
+    ranks = frozenset(schedule.header.mesh.at({"dp": alone}))
+    return rules.of_members(len(replicas))._replace(rows_later=rows, alone=ranks)
 
 
 def senders_of(schedule: Schedule, communicator: str, ranks: Sequence[int]) -> list[Sender]:
@@ -90,7 +92,7 @@ def _in_order(parts: Sequence[list[Piece]], senders: Sequence[Sender]) -> list[l
 
 
 @lru_cache(maxsize=4096)
-def sum_of_replicas(content: Content, starts: range) -> Content:
+def sum_of_replicas(content: Content, starts: tuple[int, ...]) -> Content:
     """Return the sum over some replicas of what one has that stands for them: of the gradient of a weight, which is of
     other sequences on each, by how much later is given; or of squares, which are of other rows.
     """

@@ -12,7 +12,7 @@ from sim.base.errors import InputError, ScheduleError
 from sim.schedule.derive.replicas import folds
 from sim.schedule.derive.roles import firsts, roles
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Op
-from sim.schedule.ir.program import Communicator, Program, Schedule
+from sim.schedule.ir.program import Communicator, Later, Program, Schedule
 from sim.schedule.ir.views import Split
 from sim.schedule.methods import ring, single, ulysses
 from sim.schedule.methods.hints import Hints
@@ -203,8 +203,8 @@ def test_shards_of_unlike_sizes_are_played_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     "mesh",
     slow_but(
-        [Mesh(dp=4, ulysses=2), Mesh(dp=3, ring=2)],
-        [Mesh(dp=2, ring=2), Mesh(dp=4, ulysses=2), Mesh(dp=3, ring=2), Mesh(dp=7)],
+        [Mesh(dp=4, ulysses=2), Mesh(dp=3, ring=2), Mesh(dp=8, tp=2)],
+        [Mesh(dp=2, ring=2), Mesh(dp=4, ulysses=2), Mesh(dp=3, ring=2), Mesh(dp=7), Mesh(dp=8, tp=2)],
     ),
 )
 @pytest.mark.parametrize(
@@ -231,12 +231,12 @@ def test_shards_of_later_replicas_are_those_that_each_writes(
 
     monkeypatch.setattr(layer, "ProgramBuilder", noted)
     found, written = schedule().to_json(), len(built)
-    padded = mesh.dp in {3, 7}  # the last shard alone
+    apart = 2 if mesh.tp > 1 else mesh.dp in {3, 7}  # owners of norms, on one member; or the last shard alone
     alike = mesh.dp * mesh.ulysses  # ranks that trade heads do the same, too
-    assert written == (mesh.size if "reduce_to" in options else mesh.size // alike + padded)
-    assert len(firsts(roles(schedule())["dp"])) == (mesh.dp if "reduce_to" in options else 1 + padded)
+    assert written == (mesh.size if "reduce_to" in options else mesh.size // alike + apart)
+    assert len(firsts(roles(schedule())["dp"])) == (mesh.dp if "reduce_to" in options else 1 + apart)
     built.clear()
     monkeypatch.setattr(layer._Ranks, "_renaming", lambda *_: None)
-    monkeypatch.setattr(layer._Ranks, "rows_later", {})
+    monkeypatch.setattr(layer._Ranks, "later", lambda _: Later())
     assert schedule().to_json() == found
     assert len(built) == mesh.size

@@ -11,7 +11,7 @@ import pytest
 from sim.engine.play.lowered import Lowered
 from sim.schedule.ir.masks import Span
 from sim.schedule.ir.ops import Exchange, Message, Rope
-from sim.schedule.ir.program import Schedule
+from sim.schedule.ir.program import Later, Schedule
 from sim.schedule.ir.renaming import Renaming, tokens_later
 from sim.schedule.model import layer
 from sim.schedule.proof.check import Checked
@@ -52,7 +52,7 @@ def test_a_rank_is_written_as_it_writes_itself(name: str, what: str, dp: int, mo
     once = schedule_of(name, what, dp).to_json()
     few = len(writers)
     monkeypatch.setattr(layer, "tokens_later", lambda *_: None)
-    monkeypatch.setattr(layer._Ranks, "rows_later", {})
+    monkeypatch.setattr(layer._Ranks, "later", lambda _: Later())
     each = schedule_of(name, what, dp)
     assert each.to_json() == once
     mesh = each.header.mesh

@@ -37,7 +37,11 @@ REPLICAS_INSIDE = (*(axis for axis in AXES if axis != "dp"), "dp")
 WHOLE = [Mesh(dp=4, ulysses=2), Mesh(dp=2, ring=2), Mesh(dp=2, ulysses=2, order=REPLICAS_INSIDE)]
 PADDED = [Mesh(dp=3, ulysses=2), Mesh(dp=7, ring=2), Mesh(dp=7, ulysses=2, order=REPLICAS_INSIDE)]
 """Where the last rank owns fewer rows than others."""
-MESHES = [*WHOLE, *PADDED]
+SHARED = [Mesh(dp=8, tp=2), Mesh(dp=7, tp=2), Mesh(dp=4, tp=2, ring=2), Mesh(dp=8, tp=4, order=REPLICAS_INSIDE)]
+"""Where one member of a tensor-parallel group counts norms, so that replicas that own them are apart."""
+MESHES = [*WHOLE, *PADDED, *SHARED]
+NUM_WRITTEN = {**dict.fromkeys(PADDED, 2), **dict.fromkeys(SHARED, 3), SHARED[1]: 4}
+"""Of all replicas, one of those that are alike and those that are not; of others the first."""
 
 
 def played(schedule: Schedule) -> Schedule:
@@ -45,19 +49,22 @@ def played(schedule: Schedule) -> Schedule:
     return schedule.at({"dp": schedule.written})
 
 
-def of_played(schedule: Schedule, some: Schedule, rows: Mapping[str, int] | None = None) -> Schedule:
-    """Return a schedule whose replicas do what another one's first replica does, with rows of their own; its last one
-    does what the last one of that does, if that is apart.
-    """
-    later = schedule.rows_later if rows is None else rows
-    ahead = schedule.num_ranks - some.num_ranks  # replicas are blocks of ranks here
+def of_played(schedule: Schedule, some: Schedule) -> Schedule:
+    """Return a schedule whose replicas do what those of some do that are played for them, with rows of their own."""
+    numbers = played(schedule)
 
     def program(rank: int) -> Program:
-        last = schedule.last_apart and schedule.header.mesh.replica(rank) > 0
-        return some.program(rank - ahead).renamed(Renaming(ahead)) if last and ahead else some.program(rank)
+        return some.program(numbers.place[rank]).numbered(numbers.order, {})
 
-    header, kind = schedule.header, schedule.kind
-    return Schedule(header, program, later=lambda: Later(later, schedule.last_apart), kind=kind)
+    return written_by(schedule, program)
+
+
+def written_by(
+    schedule: Schedule, program: Callable[[int], Program], rows: Mapping[str, int] | None = None
+) -> Schedule:
+    """Return a schedule of other programs, whose replicas follow each other as those of one do, or by other rows."""
+    later = Later(schedule.rows_later if rows is None else rows, schedule.written_as)
+    return Schedule(schedule.header, program, later=lambda: later, kind=schedule.kind)
 
 
 def flat(schedule: Schedule) -> Schedule:
@@ -91,12 +98,14 @@ def by_calls_of_some(schedule: Schedule) -> bool:
     return folds(schedule) and proof._is_proved_by_calls(Checked(played(schedule)))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=pytest.mark.slow if mesh in SHARED[1:] else []) for mesh in MESHES]
+)
 def test_replicas_that_are_played_have_what_each_has_in_the_proof_of_all(mesh: Mesh) -> None:
     """But for sequences, which are others on each."""
     schedule = sharded("usp", mesh, layers=3)
     assert by_calls_of_some(schedule)
-    assert schedule.last_apart == (mesh in PADDED)
+    assert len(schedule.written) == NUM_WRITTEN.get(mesh, 1)
     one = played(schedule)
     some, every = Supersteps(one), Supersteps(flat(schedule))
     for each in (some, every):
@@ -110,12 +119,6 @@ def test_replicas_that_are_played_have_what_each_has_in_the_proof_of_all(mesh: M
                     assert places(of_member(found, member)) == places(own)
 
 
-def with_rows(schedule: Schedule, rows: Mapping[str, int]) -> Schedule:
-    """Return a schedule that says of later replicas that they own other rows."""
-    apart, kind = schedule.last_apart, schedule.kind
-    return Schedule(schedule.header, schedule.program, later=lambda: Later(rows, apart), kind=kind)
-
-
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=[] if mesh in (WHOLE[0], PADDED[0]) else pytest.mark.slow) for mesh in MESHES]
 )
@@ -124,7 +127,7 @@ def test_rows_that_replicas_do_not_own_are_refused(mesh: Mesh) -> None:
     for name, each in schedule.rows_later.items():
         for wrong in (each + 1, each - 1, 2 * each, 0):
             for names in ([name], list(schedule.rows_later)):
-                changed = with_rows(schedule, {**schedule.rows_later, **dict.fromkeys(names, wrong)})
+                changed = written_by(schedule, schedule.program, {**schedule.rows_later, **dict.fromkeys(names, wrong)})
                 if changed.programs != schedule.programs:
                     assert not by_calls_of_some(changed)
 
@@ -139,7 +142,7 @@ def test_what_a_rank_of_every_replica_does_otherwise_is_found(change: str) -> No
             rank, [call._replace(fragment=CHANGES[change](call.fragment)) if rank else call for call in calls]
         )
 
-    changed = Schedule(schedule.header, program, later=lambda: Later(schedule.rows_later), kind=schedule.kind)
+    changed = written_by(schedule, program)
     assert folds(changed)
     assert not by_calls_of_some(changed)
 
@@ -205,8 +208,7 @@ def test_what_the_last_rank_does_otherwise_is_found(mesh: Mesh, change: str) -> 
             return schedule.program(rank)
         return Program.of_calls(rank, [call._replace(fragment=OF_LAST[change](call.fragment)) for call in calls])
 
-    rows, kind = schedule.rows_later, schedule.kind
-    changed = Schedule(schedule.header, program, later=lambda: Later(rows, last_apart=True), kind=kind)
+    changed = written_by(schedule, program)
     assert changed.program(mesh.size - 1) != schedule.program(mesh.size - 1)
     assert folds(changed)
     assert not by_calls_of_some(changed)
@@ -222,17 +224,89 @@ def test_a_last_replica_that_is_as_the_first_one_is_refused(mesh: Mesh) -> None:
         replica, role = mesh.replica(rank), mesh.role(rank)
         return schedule.program(role).renamed(Renaming(rank - role, replica)) if replica else schedule.program(rank)
 
-    rows, kind = schedule.rows_later, schedule.kind
-    assert not by_calls_of_some(
-        Schedule(schedule.header, program, later=lambda: Later(rows, last_apart=True), kind=kind)
-    )
+    assert not by_calls_of_some(written_by(schedule, program))
+
+
+# Tensor-parallel groups
+
+
+def with_ops(change: Callable[[ops.Op], list[ops.Op]]) -> Callable[[Fragment], Fragment]:
+    """Return what puts other ops in place of each."""
+    return lambda one: dataclasses.replace(one, ops=tuple([new for op in one.ops for new in change(op)]), alike=None)
+
+
+def over_members(op: ops.Op) -> list[ops.Op]:
+    """Return a sum of squares over the group alone, in place of that over all ranks."""
+    if isinstance(op, ops.AllReduce) and op.communicator == "norm":
+        return [msgspec.structs.replace(op, communicator="tp")]
+    return [op]
+
+
+def counting_before(op: ops.Op) -> list[ops.Op]:
+    """Return squares from the first row of a shard on, in place of those that are counted."""
+    if not isinstance(op, ops.SquareSum):
+        return [op]
+    ((_, stop),) = op.gradient.slices
+    return [msgspec.structs.replace(op, gradient=msgspec.structs.replace(op.gradient, slices=((0, stop),)))]
+
+
+def of_other_member(port: Port) -> Port:
+    """Return a port of a shard of the shares of the other one of two members."""
+    if kind_of(port.tensor) not in {"weight", "moment", "updated"}:
+        return port
+    return msgspec.structs.replace(port, heads=Span(1 - port.heads.start, 2 - port.heads.start))
+
+
+OF_GROUPS: dict[str, Callable[[Fragment], Fragment]] = {
+    "rows of the replica before": with_rows_of(lambda rows: rows.moved(-rows.size)),
+    "rows of the next replica": with_rows_of(lambda rows: rows.moved(rows.size)),
+    "shares of the other member": lambda one: dataclasses.replace(
+        one,
+        inputs=tuple(map(of_other_member, one.inputs)),
+        outputs=tuple(map(of_other_member, one.outputs)),
+        alike=None,
+    ),
+    "no gather": with_ops(lambda op: [] if isinstance(op, ops.AllGather) and op.communicator == "weights" else [op]),
+    "no scatter": with_ops(lambda op: [] if isinstance(op, ops.ReduceScatter) else [op]),
+    "squares summed twice": with_ops(lambda op: [op, op] if isinstance(op, ops.AllReduce) else [op]),
+    "squares of the group alone": with_ops(over_members),
+    "squares of norms counted": with_ops(counting_before),
+    "squares not counted": with_ops(
+        lambda op: [ops.Zero(label=op.label, part=op.part, into=op.square)] if isinstance(op, ops.SquareSum) else [op]
+    ),
+}
+
+
+@pytest.mark.parametrize("change", OF_GROUPS)
+@pytest.mark.parametrize("replica", [1, *(pytest.param(apart, marks=pytest.mark.slow) for apart in (0, 4, 6))])
+def test_what_members_of_a_group_do_otherwise_is_found(replica: int, change: str) -> None:
+    """All members, and the second one alone: of replicas that are proved as one, and of those that are apart."""
+    mesh = SHARED[1]
+    schedule = sharded("single", mesh)
+    assert replica in schedule.written
+    for members in ([0, 1], [1]):
+        ranks = mesh.at({"dp": [replica], "tp": members})
+
+        def program(rank: int, ranks: list[int] = ranks) -> Program:
+            own = schedule.program(rank)
+            if rank not in ranks:
+                return own
+            changed = [call._replace(fragment=OF_GROUPS[change](call.fragment)) for call in own.calls]
+            return Program.of_calls(rank, changed, own.begins)
+
+        changed = written_by(schedule, program)
+        if changed.programs == schedule.programs:
+            continue
+        assert not by_calls_of_some(changed)
+        assert not by_all_ops(flat(changed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_mutant_is_accepted_that_all_ranks_are_not(seed: int) -> None:
     draw, verdicts = Random(seed), Counter[tuple[bool, bool]]()
-    originals = [of_played(one, flattened(one)) for one in (sharded("usp", mesh) for mesh in (*WHOLE[:2], *PADDED[:1]))]
+    schedules = [sharded("usp", mesh) for mesh in (*WHOLE[:2], *PADDED[:1], *SHARED[:1])]
+    originals = [of_played(one, flattened(played(one))) for one in schedules]
     assert all(map(by_some_replicas, originals))
     for operator in (OPERATORS | STEP_OPERATORS).values():
         for _ in range(2):

@@ -14,6 +14,7 @@ from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.model.ends import w_embed
 from sim.schedule.model.scope import BY_NAME, ROOT, Unit, kind_of, tensor_of, trained, unit_kinds, updated
 from sim.schedule.proof.contents import (
+    FAR,
     OF_GROUP_TOKENS,
     TOKENS,
     ZERO,
@@ -30,7 +31,7 @@ from sim.schedule.proof.contents import (
     union,
     volume,
 )
-from sim.schedule.proof.members import content_of_member
+from sim.schedule.proof.members import content_of_member, seen_of_all, span_of_member
 from sim.schedule.proof.rules.attention import AttentionRules
 from sim.schedule.proof.rules.group import of_all_heads
 from sim.schedule.proof.rules.part import num_apart
@@ -80,7 +81,7 @@ class StateRules(NamedTuple):
 
     def _share(self, content: Content) -> Share:
         """Return whose shares a flat tensor consists of."""
-        if differs(content):
+        if content.heads.stop > FAR // 2:
             raise Unclassed
         return Share(self._model, content.heads.start, self.members)
 
@@ -162,11 +163,21 @@ class StateRules(NamedTuple):
             if content.tensor != d(unit.flat).name or not self._complete(content):
                 raise ScheduleError(f"squares {brief(content)}, which is no flat gradient or not complete yet")
             part = Content(unit.square.name, content.layer, (ONE, ONE, ONE, ONE))
-            of_all = [(content.tokens, ONE)] if self.members == 1 else None
-            part = part._replace(seen=tuple(of_all or self._share(content).elements(d(unit.flat), content.tokens)))
+            part = part._replace(seen=self._elements(content, unit))
             square = part if square is None else union(square, part)
         assert square is not None
         return [Piece(((0, 1), (0, 1), (0, 1), (0, 1)), square)]
+
+    def _elements(self, content: Content, unit: Unit) -> Seen:
+        """Return some rows of a flat gradient with the member by which they are named. Of which weights rows of one
+        member's shares are depends on the replica, where one stands for several with rows of their own.
+        """
+        if self.members == 1:
+            return ((content.tokens, ONE),)
+        share, flat, rows = self._share(content), d(unit.flat), [content.tokens]
+        if differs(content):
+            rows = [span_of_member(content.tokens, replica) for replica in range(self.attention.members)]
+        return seen_of_all(tuple([tuple(share.elements(flat, own)) for own in rows]))
 
     def _updated(self, operands: list[list[Piece]]) -> list[list[Piece]]:
         """Return weights, moments and the gradient, which is none any more, after a step of the optimiser."""
