@@ -33,7 +33,7 @@ LOOP_S = 0.5
 README = "simulate --seq 512K --schedule "
 OF_405B = (
     'Setup(model="llama3.1-405b", cluster="hgx-h100", gpus=16384, scope="step", seq="128K", schedule="{schedule}", '
-    'tp_degree=8, pp_degree=16, ring_degree=16, global_batch=512, yes=True, set={{"schedule.zero_stage": 0, '
+    'tp_degree=8, pp_degree=16, ring_degree=16, global_batch=512, yes=True, set={{"schedule.zero_stage": {stage}, '
     '"schedule.pipeline_schedule": "interleaved", "schedule.pipeline_chunks": 2, '
     '"schedule.pipeline_layers": "{layers}"}})'
 )
@@ -127,9 +127,10 @@ def cells() -> Iterator[Cell]:
     for batch, asked_s in ((4, 1.5), (32, 5.0)):
         yield Cell(f"70B, 128 GPUs, {batch} micro-batches", *extended(OF_70B.format(batch=batch), asked_s, 0.3))
     layers = ",".join(["3", *["4"] * 30, "3"])
-    for schedule, asked_s, then_s in (("allgather", 5.0, 1.0), ("ring", 10.0, 2.5), ("zigzag", 12.0, 2.5)):
-        setup = OF_405B.format(schedule=schedule, layers=layers)
-        yield Cell(f"405B, 16,384 GPUs, {schedule}", *extended(setup, asked_s, then_s))
+    asked = [("allgather", 0, 5.0, 1.0), ("ring", 0, 10.0, 2.5), ("zigzag", 0, 12.0, 2.5), ("allgather", 3, 10.0, 2.5)]
+    for schedule, stage, asked_s, then_s in asked:
+        setup = OF_405B.format(schedule=schedule, layers=layers, stage=stage)
+        yield Cell(f"405B, 16,384 GPUs, {schedule}{' with FSDP' * (stage > 0)}", *extended(setup, asked_s, then_s))
 
 
 def extended(setup: str, asked_s: float, then_asked_s: float) -> tuple[str, float, str, float]:

@@ -209,7 +209,8 @@ def _played(whole: Configuration, some: list[Configuration]) -> str:
     last = some[-1]
     if last.mesh.pp < whole.mesh.pp:
         stages = f"{last.mesh.pp} of {whole.mesh.pp} stages"
-        return f"told by passes of {stages}, and {turns_of(last)} of {turns_of(whole)} micro-batches"
+        counted = ", as if every rank counted norms" if whole.mesh.tp > 1 else ""
+        return f"told by passes of {stages}, and {turns_of(last)} of {turns_of(whole)} micro-batches{counted}"
     layers = sorted({one.workload.layers for one in some})
     turns = sorted({turns_of(one) for one in some})
     parts = []

@@ -60,7 +60,7 @@ def test_passes_of_few_stages_say_what_many_take(name: str) -> None:
 
 def test_all_that_is_said_is_of_the_whole() -> None:
     told = extended(setup_of(layers=8, seq="8K"))
-    assert told.played == "told by passes of 5 of 8 stages, and 10 of 16 micro-batches"
+    assert told.played == "told by passes of 5 of 8 stages, and 10 of 16 micro-batches, as if every rank counted norms"
     assert told.steps.told(lambda one: one.trace.step_time_s) == pytest.approx(told.step_time_s, rel=1e-12)
     assert sum(told.breakdown.values()) == pytest.approx(told.step_time_s, rel=1e-9)
     assert told.interval
@@ -71,6 +71,15 @@ def test_all_that_is_said_is_of_the_whole() -> None:
     slower = told.replace(set={"cluster.nvlink.bytes_per_s": "/2"})
     assert slower.step_time_s > told.step_time_s
     assert slower.steps.last.checked is told.steps.last.checked
+
+
+def test_members_that_count_no_norms_are_played_by_the_one_that_does() -> None:
+    last = extended(setup_of(layers=8, seq="8K", zero_stage=1, dp_degree=2, gpus=128, global_batch=32)).steps.last
+    every = Checked(last.checked.schedule.like(last.checked.schedule.header, last.checked.schedule.program))
+    alike = simulate(every, last.cluster, last.profile, last.jitter)
+    assert last.fold.played == {"dp": {0: [0, 1]}, "tp": {0: list(range(8))}}
+    assert not alike.fold.played
+    assert last.trace.step_time_s == pytest.approx(alike.trace.step_time_s, rel=1e-6)
 
 
 def test_stages_and_micro_batches_are_left_out_where_others_are_alike() -> None:

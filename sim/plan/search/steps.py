@@ -145,7 +145,7 @@ def steps_of(setup: Setup, some: tuple[int, int] = PLAYED, like: Steps | None = 
 
 def _by_passes(setup: Setup, some: Setup, known: list[_Built]) -> Steps:
     """Return the step of a setup by the passes of ``some`` of its stages."""
-    play = _simulation(some, known, among=setup.resolved().mesh.size)
+    play = _simulation(some, known, among=setup.resolved().mesh.size, by_outline=True)
     played_s, step_s, alone = play.trace.step_time_s, told_by_passes(setup, some, play), Few([some])
     return Steps(step_s, alone, [_OfLayers(played_s, play, None, alone)], [some], step_s / played_s)
 
@@ -166,12 +166,17 @@ class _Built(NamedTuple):
 
 
 @garbage_collection_off()
-def _simulation(setup: Setup, known: list[_Built], among: int = 0) -> Simulation:
-    """Return a play without noise; GPUs are as slow as the slowest ``among`` so many."""
+def _simulation(setup: Setup, known: list[_Built], among: int = 0, *, by_outline: bool = False) -> Simulation:
+    """Return a play without noise; GPUs are as slow as the slowest ``among`` so many. ``by_outline`` ranks that differ
+    in what they count in norms alone are played as one.
+    """
     found = setup.resolved()
     checked = next((one.checked for one in known if found.has_schedule_of(one.configuration)), None)
+    if checked is None:
+        schedule = found.built()
+        checked = Checked(schedule.by_outline() if by_outline else schedule)
     steady = STEADY._replace(among=among)
-    return simulate(checked or Checked(found.built()), found.cluster, found.profile, steady, engine=found.engine)
+    return simulate(checked, found.cluster, found.profile, steady, engine=found.engine)
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:

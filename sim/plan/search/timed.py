@@ -7,6 +7,9 @@ A pass through as many layers takes as long on any stage, so the play says all t
 What else a step takes, as its update does, is what the play takes beyond its own timetable. A pass takes longer beside
 messages, which are beside others in few stages: of 8 and 16 stages with chunks of 3 and 4 layers steps that were tried
 are told within 0.35 %, in all orders with chunks of two within 1 % (``tests/plan/test_timed.py``).
+
+The first member of a tensor-parallel group counts norms for all, where shards lie over replicas on the few that own
+them. A rank that counts them is played for those that do not: these wait for it before the update.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -281,6 +282,7 @@ class Schedule:
         replicated: bool = False,
         later: Callable[[], Later] = Later,
         kind: Callable[[int], Hashable] | None = None,
+        outline: Callable[[int], Hashable] | None = None,
         whole: Schedule | None = None,
         order: Sequence[int] = (),
         place: Sequence[int] = (),
@@ -294,6 +296,8 @@ class Schedule:
         a tensor-parallel group, those of one kind do the same, each with tokens, peers and parts of weights of its own,
         whose numbers no time and no size depends on. Where nobody says it, replicas are equal if one is built for all.
         """
+        self.outline = outline or self.kind
+        """The same, but for which elements of a gradient a rank counts in norms: these take it a little time."""
         self.whole = whole or self
         """The schedule that this one has some ranks of; else itself."""
         self.order, self.place = order, place
@@ -306,6 +310,14 @@ class Schedule:
         """Those of all programs, by what is soon told of them; of those that are alike the first."""
         self._alike: dict[Fragment, Fragment] = {}
         """By those that a builder made what calls have in their place."""
+
+    def by_outline(self) -> Schedule:
+        """Return the schedule as one whose ranks are of one kind where they are of one ``outline``: played, the first
+        of them stands for all.
+        """
+        found = copy(self)
+        found.whole, found.kind = found, self.outline
+        return found
 
     def like(self, header: Header, build: Callable[[int], Program]) -> Schedule:
         """Return another schedule, of fragments of this one, of the same ranks, of which others may be left out as

@@ -149,7 +149,8 @@ def build_around(
         plans=plans, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=blocks,
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
-    return Schedule(header, ranks.program, replicated=not ranks.own_shards, later=ranks.later, kind=ranks.kind)
+    replicated, kinds = not ranks.own_shards, (ranks.kind, ranks.outline)
+    return Schedule(header, ranks.program, replicated=replicated, later=ranks.later, kind=kinds[0], outline=kinds[1])
 
 
 def _plans(plan: AttentionPlan | Callable[[Workload], AttentionPlan], workload: Workload) -> tuple[AttentionPlan, ...]:
@@ -321,12 +322,17 @@ class _Ranks:
         """
         return cache(self._kind)
 
-    def _kind(self, rank: int) -> Hashable:
+    @cached_property
+    def outline(self) -> Callable[[int], Hashable]:
+        """See Schedule."""
+        return cache(partial(self._kind, counts=False))
+
+    def _kind(self, rank: int, *, counts: bool = True) -> Hashable:
         if self.workload.scope == "attention":
             return 0
         mesh, options, at = self.mesh, self.options, self._positions.get(rank, 0)
         member = mesh.place(rank)["tp"]
-        owned = self._owning(member).kind(at) if self.workload.scope == "step" else ()
+        owned = self._owning(member).kind(at, counts=counts) if self.workload.scope == "step" else ()
         of_all = at if options.reduce_to == "all" or options.cuts_sums else 0
         return owned, of_all, member if options.begins_with_own else 0, self._num_tokens(mesh.role(rank))
 

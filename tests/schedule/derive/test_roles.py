@@ -110,6 +110,20 @@ def test_unlike_ranks_are_told_apart(
     assert {axis: firsts(places) for axis, places in found.items()} == {"dp": replicas, "tp": members}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "replicas"),
+    [
+        pytest.param(Mesh(tp=2, dp=16), [0], id="owners of norms"),
+        pytest.param(Mesh(tp=2, dp=7), [0, 6], id="the last shard is padded"),
+    ],
+)
+def test_by_outline_ranks_that_count_norms_are_like_others(mesh: Mesh, replicas: list[int]) -> None:
+    schedule = schedule_of("single", mesh, {"zero_stage": "3"})
+    found = roles(schedule.by_outline())
+    assert {axis: firsts(places) for axis, places in found.items()} == {"dp": replicas, "tp": [0]}
+    assert len(firsts(roles(schedule)["dp"])) > len(replicas)
+
+
 def test_a_schedule_that_says_nothing_of_its_ranks_has_them_all_unlike() -> None:
     schedule = schedule_of("single", Mesh(tp=2, dp=2), {"zero_stage": "3"})
     assert roles(Schedule(schedule.header, schedule.program)) == {"dp": (0, 1), "tp": (0, 1)}

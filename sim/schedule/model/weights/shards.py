@@ -171,11 +171,16 @@ class Ownership:
             else:
                 self.rows |= dict.fromkeys(names, each)
 
-    def kind(self, at: int) -> Hashable:
+    def kind(self, at: int, *, counts: bool = True) -> Hashable:
         """Return what a program depends on of the part that its rank owns, beside which rows these are: how many there
-        are, and which of them it counts in norms.
+        are, and, where that ``counts``, which of them it counts in norms.
         """
-        return tuple([_cut(at * each, min((at + 1) * each, size), counted) for size, each, counted in self._flats])
+        return tuple(
+            [
+                _cut(at * each, min((at + 1) * each, size), counted if counts else [])
+                for size, each, counted in self._flats
+            ]
+        )
 
 
 def _cut(start: int, stop: int, counted: list[Span]) -> Hashable:
