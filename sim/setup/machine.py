@@ -21,7 +21,15 @@ from sim.software.host import updating
 from sim.software.software import Kernels, Software
 from sim.words.mesh import Mesh
 from sim.words.options import IN_FP32, AttentionName
-from sim.words.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
+from sim.words.profile import (
+    HOST_COPIES,
+    Profile,
+    Rates,
+    SmallSeconds,
+    at_rates,
+    profile_names,
+    with_replayed,
+)
 from sim.words.workload import Scope
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
@@ -145,19 +153,36 @@ def running(
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:
     """Return a profile at the rates that were given (``rates``), or those that it names, or those of the scope: whole
-    layers load a GPU for seconds, attention alone is timed in short runs. Raises InputError for rates that it has not.
+    layers load a GPU for seconds, attention alone is timed in short runs; and with what was given of small kernels
+    (``replayed_s``). Raises InputError for what it has not.
     """
     wanted = None
     for key, value in given:
-        if key != "rates":
-            raise unknown("key", f"profile.{key}", ["profile.rates"], "`set`")
-        wanted = one_of("set profile.rates", value, get_args(Rates))
+        if key == "rates":
+            wanted = one_of("set profile.rates", value, get_args(Rates))
+        elif key == "replayed_s":
+            profile = _replaying(profile, value)
+        else:
+            raise unknown("key", f"profile.{key}", ["profile.rates", "profile.replayed_s"], "`set`")
     if profile is None or not profile.sustained:
         if wanted == "sustained":
             whose = f"profile {profile.name!r}" if profile else "`profile` datasheet"
             raise InputError(f"`set` profile.rates=sustained: {whose} has rates of short runs only; leave it out")
         return profile
     return at_rates(profile, wanted or profile.rates or ("burst" if scope == "attention" else "sustained"))
+
+
+class _Small(msgspec.Struct, frozen=True):
+    replayed_s: SmallSeconds
+
+
+def _replaying(profile: Profile | None, value: str) -> Profile:
+    """Return a profile whose small kernels take other seconds, as given: a number, or one that scales its own."""
+    if profile is None or profile.replayed_s is None:
+        whose = f"profile {profile.name!r}" if profile else "`profile` datasheet"
+        raise InputError(f"`set` profile.replayed_s={value}: {whose} has no such figure; leave it out")
+    changed = override(_Small(profile.replayed_s), [("replayed_s", value)], "`set` profile.")
+    return with_replayed(profile, changed.replayed_s)
 
 
 def jitter_of(

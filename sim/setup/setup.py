@@ -142,8 +142,8 @@ class Setup:
     would take (``sim.setup.effort``)."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
-    "zigzag", "software.attention": "flash-attention-2", "profile.rates": "sustained"}``, or a list of texts
-    KEY=VALUE."""
+    "zigzag", "software.attention": "flash-attention-2", "profile.rates": "sustained",
+    "profile.replayed_s": "*2"}``, or a list of texts KEY=VALUE."""
 
     def __post_init__(self) -> None:
         """Take paths, clusters and numbers of numpy for what they stand for, and keep ``set`` as it is now: what a

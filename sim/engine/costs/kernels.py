@@ -84,7 +84,19 @@ class KernelCosts:
         if not self._table:
             return seconds, ""
         rate = "datasheet rate" if seconds > memory_s or efficiency == 1 else f"{efficiency:g} of the memory's rate"
-        return seconds, f"{use.kernel} {use.dtype}: not in the profile, {rate}"
+        return self._queued_s(use) + seconds, f"{use.kernel} {use.dtype}: not in the profile, {rate}"
+
+    def _queued_s(self, use: KernelUse) -> float:
+        """Return what kernels without points take beside their work: each what a small one does behind another, to be
+        dispatched, fill the SMs and drain. Points have it in them, and nothing is launched for no bytes.
+        """
+        if not (self._profile and self._profile.replayed_s and use.hbm_bytes):
+            return 0.0
+        issue = self._profile.issue
+        of_one, of_back = issue.get(use.kernel), issue.get(SLICE_BACK)
+        launched = of_one.launched if of_one else 1
+        launched += of_back.launched if use.into_slice and of_back else 0
+        return launched * self._profile.replayed_s
 
     def run(self, use: KernelUse) -> tuple[tuple[KernelUse, float], ...]:
         """Return what is run where several kernels stand for one: of a loop, and in software that has it so, before
