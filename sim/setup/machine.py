@@ -18,6 +18,7 @@ from sim.setup.names import one_of
 from sim.software import kernels
 from sim.software.attention import kernels_of, named
 from sim.software.host import updating
+from sim.software.kernels import Attended
 from sim.software.software import Kernels, Software
 from sim.words.mesh import Mesh
 from sim.words.options import IN_FP32, AttentionName
@@ -30,7 +31,7 @@ from sim.words.profile import (
     profile_names,
     with_replayed,
 )
-from sim.words.workload import Scope
+from sim.words.workload import Scope, Workload
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
@@ -129,7 +130,13 @@ def changed_kernels(kernels: Kernels, given: Sequence[tuple[str, str]]) -> Kerne
 
 
 def running(
-    profile: Profile | None, run: Kernels, software: Software | None, spec: ClusterSpec, options: Any, mesh: Mesh
+    profile: Profile | None,
+    run: Kernels,
+    software: Software | None,
+    spec: ClusterSpec,
+    workload: Workload,
+    options: Any,
+    mesh: Mesh,
 ) -> Profile | None:
     """Return a profile with some kernels in place of its own, and what the software is called that runs them; raises
     InputError where there are no figures of them, and where a schedule of these options does not run them.
@@ -148,7 +155,14 @@ def running(
         raise InputError("`software` names kernels of GPUs, but ranks are threads of a host: leave it out")
     said, parallel = software.said if software else "", mesh.tp > 1
     margin = parallel and getattr(options, "tp_overlap", "") == "chunks"
-    return kernels.running(profile, run, said, spec.gpu.chip, parallel=parallel, margin=margin)
+    of_attention = attended(workload, getattr(options, "micro_batches", 1))
+    return kernels.running(profile, run, said, spec.gpu.chip, of_attention, parallel=parallel, margin=margin)
+
+
+def attended(workload: Workload, micro_batches: int) -> Attended:
+    """Return what decides which kernels software runs around attention."""
+    model = workload.model
+    return Attended(model.num_kv_heads / model.num_heads, workload.batch <= micro_batches)
 
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:

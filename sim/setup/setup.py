@@ -212,7 +212,9 @@ class Setup:
             options=options,
             entry=entry,
             spec=sized(spec, 1 if self.one_device else mesh.size, self.nodes),
-            profile=rated(running(profile, run, software, spec, options, mesh), workload.scope, overrides["profile"]),
+            profile=rated(
+                running(profile, run, software, spec, workload, options, mesh), workload.scope, overrides["profile"]
+            ),
             jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,
