@@ -146,6 +146,22 @@ def test_what_gradients_go_through_before_they_are_summed(reduce: str, packed: i
         assert costs.issue_s(op, use) == pytest.approx(3 * costs.issue_s(op, alone))
 
 
+def test_what_a_step_casts_is_told_from_what_it_copies() -> None:
+    """nanotron's step casts logits to fp32 and their gradient back, sums gradients in fp32, and copies new weights to
+    those in 16 bits; sums of the residual stream and what DDP copies to its buckets stay in 16 bits.
+    """
+    replicas = {"gpus": 2, "dp_degree": 2, "batch": 2, "set": {"schedule.micro_batches": 2}}
+    asked = {"model": "tiny", "cluster": "hgx-h100", "seq": "256", "scope": "step", "seeds": 1, "dtype": "bf16"}
+    program = longstep.predict("single", **asked | replicas, software="nanotron-ddp").checked.schedule.program(0)
+    cast = {True: set[str](), False: set[str]()}
+    for op, use in zip(program.ops, kernel_uses(program), strict=True):
+        if use is not None and use.kernel in {"copy", "accumulate"}:
+            cast[use.casts].add(type(op).__name__ + " " * bool(getattr(op, "adds", False)))
+            assert use.casts == (len({program.dtype(view) for view in (*op.reads, *op.writes)}) > 1)
+    assert {"Copy", "Unpack", "Pack ", "Accumulate"} <= cast[True]
+    assert "Accumulate" in cast[False]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_loss_of_torch_is_what_was_counted(dtype: str) -> None:
     """Of a model in bf16 14 bytes a logit forward and 22 backward, and 12 held at once."""
