@@ -73,6 +73,7 @@ _PLACES: Mapping[str, tuple[_Place, ...]] = {
     "optimiser": (_Place("adamw", ("step",), "parameters"),),
 }
 _CLIPPING = _Place("square_sum", ("step",), "parameters")
+"""What is normed is scaled, whoever owns it: nanotron's ranks do both to all gradients (optim/clip_grads.py)."""
 
 
 _EAGER = {"norm": "transformers-llama:norm", "mlp": "transformers-llama:mlp"}
@@ -148,10 +149,7 @@ def runs_of(kernels: Kernels, attended: Attended = _ONE_OF_ALL_HEADS) -> dict[st
             for place in places:
                 found[place.kernel] = tuple(ran for _, ran in _ran(field, stated, place, attended))
     if kernels.clipping:
-        ran = _ran("clipping", kernels.clipping, _CLIPPING, attended)
-        found[_CLIPPING.kernel] = tuple(ran for one, ran in ran if _CLIPPING.elements not in one.writes)
-        scaling = tuple(ran for one, ran in ran if _CLIPPING.elements in one.writes)
-        found["adamw"] = (*scaling, *found.get("adamw", ()))
+        found[_CLIPPING.kernel] = tuple(ran for _, ran in _ran("clipping", kernels.clipping, _CLIPPING, attended))
     return found
 
 
