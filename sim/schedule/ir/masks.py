@@ -17,6 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 
@@ -72,8 +73,10 @@ class Rectangle(NamedTuple):
     band: Band
 
 
-class Documents(NamedTuple):
-    """Keep what a band or a pattern keeps of pairs within one document of a packed sequence."""
+class Documents(msgspec.Struct, frozen=True, cache_hash=True):
+    """Keep what a band or a pattern keeps of pairs within one document of a packed sequence. A struct that keeps its
+    hash, since what is remembered of a mask is asked for by it, and there may be many documents.
+    """
 
     keeps: Band | Pattern
     edges: tuple[int, ...]
