@@ -4,10 +4,11 @@
 
 What an op makes of abstract contents depends on these alone, on layers and sequences by their differences only, and on
 ranks by whom they meet. So a superstep whose fragments and whose inputs, with layers and sequences counted from the
-least, were seen before has the results that it had then, as many layers and sequences later, on whichever ranks. No
-induction is needed: every superstep is looked up by all that it is given. Playing one superstep after the other is an
-order that the dependencies allow (``meetings``). It proves or declines: what is wrong with a schedule the flat proof
-says, by ``AbstractPlayer`` on all ops.
+least, were seen before has the results that it had then, as many layers and sequences later, on whichever ranks. The
+squares that an update takes the norm of count from a first layer of their own, as nothing asks how far from the
+weights' that is. No induction is needed: every superstep is looked up by all that it is given. Playing one superstep
+after the other is an order that the dependencies allow (``meetings``). It proves or declines: what is wrong with a
+schedule the flat proof says, by ``AbstractPlayer`` on all ops.
 """
 
 from __future__ import annotations
