@@ -6,10 +6,12 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-from xml.etree import ElementTree as ET
+from typing import TYPE_CHECKING, NamedTuple
 
 from sim.base.errors import InputError
+
+if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
 
 QUERY = ("name", "memory.total", "power.limit", "pcie.link.gen.max", "pcie.link.width.max")
 """What ``nvidia-smi --query-gpu`` is asked for."""
@@ -151,6 +153,8 @@ def _of_csv(text: str) -> Iterator[dict[str, str]]:
 
 
 def _of_xml(text: str) -> Iterator[dict[str, str]]:
+    from xml.etree import ElementTree as ET  # noqa: PLC0415 - only this file needs it, and few such files are read
+
     try:
         root = ET.fromstring(text)  # noqa: S314 - the user's own file; expat bounds what entities expand to
     except ET.ParseError as error:
@@ -159,7 +163,7 @@ def _of_xml(text: str) -> Iterator[dict[str, str]]:
         yield {key: next(_texts(gpu, paths), "") for key, paths in _XML.items()}
 
 
-def _texts(gpu: ET.Element, paths: Sequence[str]) -> Iterator[str]:
+def _texts(gpu: Element, paths: Sequence[str]) -> Iterator[str]:
     """Yield what stands at some paths and is a figure or a name."""
     found = (gpu.findtext(path, "").strip() for path in paths)
     yield from (text for text in found if text and text not in {"N/A", "Requested functionality has been deprecated"})

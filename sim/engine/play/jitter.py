@@ -73,49 +73,53 @@ class Jitter(NamedTuple):
         return [self._replace(seed=seed, seeds=1) for seed in seeds]
 
     def stretch(self, folded: Fold, cost: CostModel) -> Stretch:
-        """Return the factors of all ops; their z are the same for the same seed, rank (or role) and place in its
-        program, whatever they cost.
+        """Return the factors of all ops with the noise of the first seed."""
+        return self._replace(seeds=1).stretches(folded, cost)[0]
+
+    def stretches(self, folded: Fold, cost: CostModel) -> list[Stretch]:
+        """Return the factors of all ops with the noise of each seed; their z are the same for the same seed, rank (or
+        role) and place in its program, whatever they cost.
         """
         arrays = lowered(folded.checked)
         own, counts = arrays.op_use >= 0, [end - begin for begin, end, _ in arrays.programs.tolist()]
         limited = np.array([cost.limited(use) for use in arrays.uses.found] or [0.0])
-        chips = None
-        if limited.any():
-            chips = np.repeat(self._chips(folded), counts) ** np.where(own, limited[arrays.op_use], 0.0)
+        reached = np.where(own, limited[arrays.op_use], 0.0) if limited.any() else None
+
+        def chips(noise: Jitter) -> Stretch:
+            return None if reached is None else np.repeat(_chips(noise, folded), counts) ** reached
+
         if not self.share:
-            return chips
-        role = folded.checked.schedule.role
-        roles = [rank if self.per_rank else role(rank) for rank in range(len(arrays.programs))]
-        known = _drawn(folded.checked)
-        z = known.get((self.seed, self.per_rank))
-        if z is None:
-            z = _draw(self.seed, roles, counts)
-            if arrays.num_ops <= _FEW:
-                known[self.seed, self.per_rank] = z
+            return [chips(self)]
         if not cost.cuda:
-            return np.where(own, 1.0 + self.share * np.abs(z), 1.0)
+            return [np.where(own, 1.0 + self.share * np.abs(_z(one, folded, counts)), 1.0) for one in self.each()]
         taken_s = np.array([cost.kernel_seconds(0, use)[0] for use in arrays.uses.found] or [0.0])
         share = self.share * np.sqrt(SHORT_S / np.maximum(taken_s, SHORT_S))
         scatter: NDArray[np.float64] = np.where(own, share[arrays.op_use], HANDOFFS)
-        factors: NDArray[np.float64] = np.exp(scatter * z) * (1.0 if chips is None else chips)
         peak = np.array([cost.peak_share(use) for use in arrays.uses.found] or [0.0])
-        return np.maximum(factors, np.where(own, peak[arrays.op_use], 0.0))
+        least: NDArray[np.float64] = np.where(own, peak[arrays.op_use], 0.0)
+        found: list[Stretch] = []
+        for one in self.each():
+            of_chips = chips(one)
+            factors = np.exp(scatter * _z(one, folded, counts)) * (1.0 if of_chips is None else of_chips)
+            found.append(np.maximum(factors, least))
+        return found
 
     def slowest(self, folded: Fold, cost: CostModel) -> float:
         """Return the factor of the slowest GPU at the power limit; 1 where no kernel reaches it."""
         limited = max((cost.limited(use) for use in lowered(folded.checked).uses.found), default=0.0)
-        return math.pow(self._chips(folded).max(), limited)
+        return math.pow(_chips(self, folded).max(), limited)
 
-    def _chips(self, folded: Fold) -> NDArray[np.float64]:
-        """Return the factor at the power limit of the GPU of each rank that is played."""
-        schedule = folded.checked.schedule
-        num_ranks = schedule.num_ranks
-        if not self.share:
-            return np.full(num_ranks, _slowest(0.5, self.among or len(folded.of_all([0.0] * num_ranks))))
-        roles = [rank if self.per_rank else schedule.role(rank) for rank in range(num_ranks)]
-        among = 1 if self.per_rank else schedule.whole.header.mesh.dp
-        drawn = {role: _slowest(np.random.default_rng([self.seed, role, 1]).random(), among) for role in set(roles)}
-        return np.array([drawn[role] for role in roles])
+
+def _chips(noise: Jitter, folded: Fold) -> NDArray[np.float64]:
+    """Return the factor at the power limit of the GPU of each rank that is played."""
+    schedule = folded.checked.schedule
+    num_ranks = schedule.num_ranks
+    if not noise.share:
+        return np.full(num_ranks, _slowest(0.5, noise.among or len(folded.of_all([0.0] * num_ranks))))
+    roles = [rank if noise.per_rank else schedule.role(rank) for rank in range(num_ranks)]
+    among = 1 if noise.per_rank else schedule.whole.header.mesh.dp
+    drawn = {role: _slowest(np.random.default_rng([noise.seed, role, 1]).random(), among) for role in set(roles)}
+    return np.array([drawn[role] for role in roles])
 
 
 def _slowest(quantile: float, among: int) -> float:
@@ -129,6 +133,17 @@ def _drawn(_: Checked) -> dict[tuple[int, bool], NDArray[np.float64]]:
     of all what-ifs.
     """
     return {}
+
+
+def _z(noise: Jitter, folded: Fold, counts: Sequence[int]) -> NDArray[np.float64]:
+    """Return the z of all ops of ranks that have so many each."""
+    known, key, role = _drawn(folded.checked), (noise.seed, noise.per_rank), folded.checked.schedule.role
+    if key in known:
+        return known[key]
+    z = _draw(noise.seed, [rank if noise.per_rank else role(rank) for rank in range(len(counts))], counts)
+    if len(z) <= _FEW:
+        known[key] = z
+    return z
 
 
 def _draw(seed: int, roles: Sequence[int], counts: Sequence[int]) -> NDArray[np.float64]:

@@ -102,7 +102,7 @@ class Prepared:
             whose = "" if schedule.header.mesh.dp == 1 else f", {drawn}"
             cost.notes.add(f"kernels scatter by a share of {jitter.share:.2g}{whose}: see `jitter`")
         each = jitter.each()
-        plays = list(_plays(folded, cost, [one.stretch(folded, cost) for one in each], engine))
+        plays = list(_plays(folded, cost, jitter.stretches(folded, cost), engine))
         if any(times.ended.size and times.ended.min() < 0 for times in plays):
             raise ScheduleError(
                 f"the simulation came to a standstill: communication kernels hold all SMs of a GPU while they wait for "

@@ -22,7 +22,7 @@ from sim.schedule.ir.exchanges import Exchanges, exchanges_of
 from sim.schedule.ir.forms import Formed, formed
 from sim.schedule.ir.layout import num_tokens
 from sim.schedule.ir.masks import Span, Tokens
-from sim.schedule.ir.ops import Communication, Exchange, Message, Op, Rope
+from sim.schedule.ir.ops import AdamW, Communication, Exchange, HostAdamW, Message, Op, Rope
 from sim.schedule.ir.renaming import Renaming
 from sim.schedule.ir.stretches import Stretched
 from sim.schedule.ir.views import Buffer, Data, View
@@ -192,6 +192,20 @@ class Fragment:
             return self.alike.written
         count = len(self.given)
         return frozenset(view.buffer for op in self.ops for view in op.writes if view.buffer < count)
+
+    @cached_property
+    def squares(self) -> tuple[int, ...]:
+        """Which of the buffers that it is given it uses as the squares of an update's norm, and as nothing else."""
+        if self.alike:
+            return self.alike.squares
+        found, others = set[int](), set[int]()
+        for op in self.ops:
+            used = [*op.reads, *op.writes]
+            if isinstance(op, AdamW | HostAdamW):
+                used.remove(op.squares)
+                found.add(op.squares.buffer)
+            others.update([view.buffer for view in used])
+        return tuple(sorted(number for number in found - others if number < len(self.given)))
 
     @cached_property
     def overwritten(self) -> frozenset[int]:

@@ -11,11 +11,14 @@ block of both one ``RowBlock`` for each block of queries, with the runs of keys 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+import msgspec
+import numpy as np
 from msgspec import UNSET
 
 from sim.base.errors import ScheduleError
@@ -70,8 +73,10 @@ class Rectangle(NamedTuple):
     band: Band
 
 
-class Documents(NamedTuple):
-    """Keep what a band or a pattern keeps of pairs within one document of a packed sequence."""
+class Documents(msgspec.Struct, frozen=True, cache_hash=True):
+    """Keep what a band or a pattern keeps of pairs within one document of a packed sequence. A struct that keeps its
+    hash, since what is remembered of a mask is asked for by it, and there may be many documents.
+    """
 
     keeps: Band | Pattern
     edges: tuple[int, ...]
@@ -166,9 +171,21 @@ def meeting(mask: Documents | BlockSparse, queries: Span, keys: Span) -> Iterato
 
 def _shared(edges: tuple[int, ...], queries: Span, keys: Span) -> Iterator[tuple[int, int]]:
     """Yield where documents begin and end, from the first to the last one that has some of both."""
-    first = bisect_right(edges, max(queries.start, keys.start)) - 1
-    last = bisect_right(edges, min(span.stop - span.step for span in (queries, keys))) - 1
+    first, last = _documents_of_both(edges, queries, keys)
     yield from zip(edges[first : last + 1], edges[first + 1 : last + 2], strict=True)
+
+
+def _documents_of_both(edges: tuple[int, ...], queries: Span, keys: Span) -> tuple[int, int]:
+    """Return the numbers of the first and the last document that have some of both; the last is before the first where
+    none has.
+    """
+    last = min(queries.stop - queries.step, keys.stop - keys.step)
+    return bisect_right(edges, max(queries.start, keys.start)) - 1, bisect_right(edges, last) - 1
+
+
+def is_in_one_document(mask: Documents, span: Span) -> bool:
+    """Return whether the first and the last of these positions, and so all of them, are of one document."""
+    return bisect_right(mask.edges, span.start) == bisect_right(mask.edges, span.stop - span.step)
 
 
 def _meeting_parts(
@@ -252,6 +269,10 @@ def count_pairs(mask: Mask, queries: Span, keys: Span) -> int:
     >>> count_pairs(Documents(CAUSAL, (0, 4, 8)), Span(0, 8), Span(0, 8))
     20
     """
+    if isinstance(mask, Documents) and isinstance(mask.keeps, Band):
+        first, last = _documents_of_both(mask.edges, queries, keys)
+        if last - first > _MANY:
+            return _count_of_documents(mask.keeps, mask.edges[first : last + 2], queries, keys)
     if not isinstance(mask, Band):
         return sum(
             count_pairs(band, queries.part(rows.start, rows.stop), keys.part(columns.start, columns.stop))
@@ -260,6 +281,26 @@ def count_pairs(mask: Mask, queries: Span, keys: Span) -> int:
         )
     total = queries.size * keys.size if mask.right is None else _at_most(mask.right, queries, keys)
     return total if mask.left is None else total - _at_most(-mask.left - 1, queries, keys)
+
+
+_MANY = 16
+"""Documents from which on arrays are faster than one after the other."""
+
+
+def _count_of_documents(band: Band, edges: tuple[int, ...], queries: Span, keys: Span) -> int:
+    """Return the number of pairs that a band keeps within documents; those with as many queries and keys, as far
+    apart, are counted once.
+    """
+    cuts = np.array(edges)
+    q, k = (np.clip(-((span.start - cuts) // span.step), 0, span.size) for span in (queries, keys))
+    apart = queries.start - keys.start + q[:-1] * queries.step - k[:-1] * keys.step
+    alike = Counter(zip(np.diff(q).tolist(), np.diff(k).tolist(), apart.tolist(), strict=True))
+    return sum(
+        count
+        * count_pairs(band, queries.part(0, some).moved(shift - queries.start), keys.part(0, others).moved(-keys.start))
+        for (some, others, shift), count in alike.items()
+        if some and others
+    )
 
 
 def _at_most(offset: int, queries: Span, keys: Span) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
@@ -95,6 +95,12 @@ class Split(msgspec.Struct, frozen=True, array_like=True, gc=False):
         assert not self.sizes, "parts differ"
         shape = self.view.shape
         return (*shape[: self.dim], shape[self.dim] // self.parts, *shape[self.dim + 1 :])
+
+    @property
+    def part_shapes(self) -> list[tuple[int, ...]]:
+        """Extent of each part per dimension, where they fill the view."""
+        shape = self.view.shape
+        return [(*shape[: self.dim], end - start, *shape[self.dim + 1 :]) for start, end in pairwise(self.starts)]
 
     @property
     def starts(self) -> list[int]:

@@ -113,8 +113,7 @@ class AbstractPlayer(Interpreter):
         list(map(memory.zero, op.writes))  # none of the latter
 
     def _copy(self, memory: AbstractMemory, op: ops.Copy) -> None:
-        found = memory.read_parts(op.source)
-        memory.write_parts(op.target, [found[part] for part in op.order] if op.order else found)
+        memory.copy_parts(op.source, op.target, op.order or range(op.source.parts))
 
     def _fold(self, memory: AbstractMemory, op: ops.Fold) -> None:
         found, each = memory.read_parts(op.source), op.source.parts // op.target.parts

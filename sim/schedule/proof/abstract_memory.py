@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -90,14 +91,12 @@ class AbstractMemory:
 
     def parts_of(self, split: Split, pieces: list[Piece]) -> list[list[Piece]]:
         """Return pieces of the view that is split by its parts, in the coordinates of each."""
-        axis, starts = self._axis(split), split.starts
-        parts: list[list[Piece]] = [[] for _ in range(split.parts)]
-        for piece in pieces:
-            low, high = piece.box[axis]
-            for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
-                start, stop = starts[number], starts[number + 1]
-                parts[number].append(piece.between(axis, start, stop).along(axis, -start))
-        return parts
+        return _cut(pieces, self._axis(split), split.starts)
+
+    def copy_parts(self, source: Split, target: Split, order: Sequence[int]) -> None:
+        """Put parts of a view, by their numbers in an order, in place of those of another one."""
+        places = ((self._axis(split), tuple(split.starts)) for split in (source, target))
+        self.write(target.view, [*_in_order(tuple(self.read(source.view)), *places, tuple(order))])
 
     def write_parts(self, split: Split, parts: list[list[Piece]]) -> None:
         """Put pieces, in the coordinates of each part, in place of what was there."""
@@ -105,10 +104,7 @@ class AbstractMemory:
 
     def side_by_side(self, split: Split, parts: list[list[Piece]]) -> list[Piece]:
         """Return pieces, in the coordinates of each part, in those of the view that is split."""
-        axis = self._axis(split)
-        return [
-            piece.along(axis, start) for start, pieces in zip(split.starts, parts, strict=False) for piece in pieces
-        ]
+        return _joined(parts, self._axis(split), split.starts)
 
     def _axis(self, split: Split) -> int:
         """Return which axis a split cuts; raises where it cuts a dimension that is along none."""
@@ -173,6 +169,36 @@ class AbstractMemory:
         self._pieces[number], self._full[number] = pieces, full
         if self._read[number]:
             self._read[number] = {}
+
+
+def _cut(pieces: Iterable[Piece], axis: int, starts: Sequence[int]) -> list[list[Piece]]:
+    """Return pieces by the parts that begin along an axis, in the coordinates of each; the last start is the end."""
+    parts: list[list[Piece]] = [[] for _ in starts[1:]]
+    for piece in pieces:
+        low, high = piece.box[axis]
+        for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
+            start, stop = starts[number], starts[number + 1]
+            parts[number].append(piece.between(axis, start, stop, -start))
+    return parts
+
+
+def _joined(parts: Iterable[list[Piece]], axis: int, starts: Sequence[int]) -> list[Piece]:
+    """Return pieces, in the coordinates of each part, side by side along an axis."""
+    return [piece.along(axis, start) for start, pieces in zip(starts, parts, strict=False) for piece in pieces]
+
+
+@lru_cache(maxsize=256)
+def _in_order(
+    pieces: tuple[Piece, ...],
+    cut: tuple[int, tuple[int, ...]],
+    put: tuple[int, tuple[int, ...]],
+    order: tuple[int, ...],
+) -> list[Piece]:
+    """Return pieces, of parts that begin along an axis, in another order along another one. Ranks that gather the same
+    put it into the same order.
+    """
+    parts = _cut(pieces, *cut)
+    return coalesced(_joined([parts[part] for part in order], *put))
 
 
 @lru_cache(maxsize=4096)

@@ -102,15 +102,15 @@ class Piece(NamedTuple):
             place.append(span.part(begin - start, end - start))
         return Piece(tuple(bounds), Content(content.tensor, content.layer, tuple(place), content.seen))  # type: ignore[arg-type]
 
-    def between(self, axis: int, low: int, high: int) -> Piece:
-        """Return the part of this piece between two bounds along one axis, which it has a share of."""
+    def between(self, axis: int, low: int, high: int, by: int) -> Piece:
+        """Return the part of this piece between two bounds along one axis, which it has a share of, so much later."""
         box, (tensor, layer, at, seen) = self
         start, stop = box[axis]
         begin, end = max(low, start), min(high, stop)
         if begin == start and end == stop:
-            return self
+            return self.along(axis, by)
         place = (*at[:axis], at[axis].part(begin - start, end - start), *at[axis + 1 :])
-        return Piece(replaced(box, axis, (begin, end)), Content(tensor, layer, place, seen))  # type: ignore[arg-type]
+        return Piece(replaced(box, axis, (begin + by, end + by)), Content(tensor, layer, place, seen))  # type: ignore[arg-type]
 
     def along(self, axis: int, by: int) -> Piece:
         """Return the same content so much later along one axis."""
@@ -184,32 +184,41 @@ def without(piece: Piece, box: Box) -> list[Piece]:
 def coalesced(pieces: list[Piece]) -> list[Piece]:
     """Return the same contents in fewer pieces: neighbours along an axis that continue each other."""
     for axis in (BATCH, TOKENS, HEADS, FEATURES):
-        if len(pieces) == 1:
+        if len(pieces) < 2:
             return pieces
         if len({piece.box[axis] for piece in pieces}) == 1:  # nothing continues along it
             continue
         joined: list[Piece] = []
-        for piece in sorted(pieces, key=lambda piece: (*piece.box[:axis], *piece.box[axis + 1 :], piece.box[axis])):
-            if not joined or (wide := _together(joined[-1], piece, axis)) is None:
-                joined.append(piece)
-            else:
-                joined[-1] = wide
-        pieces = joined
+        in_order = sorted(pieces, key=lambda piece: (*piece.box[:axis], *piece.box[axis + 1 :], piece.box[axis]))
+        first = last = in_order[0]
+        for piece in in_order[1:]:
+            if not _continues(last, piece, axis):
+                joined.append(_together(first, last, axis))
+                first = piece
+            last = piece
+        pieces = [*joined, _together(first, last, axis)]
     return pieces
 
 
-def _together(a: Piece, b: Piece, axis: int) -> Piece | None:
-    """Return two pieces as one, None where the second does not continue the first along an axis."""
+def _continues(a: Piece, b: Piece, axis: int) -> bool:
+    """Return whether the second piece continues the first along an axis."""
     (box, (tensor, layer, at, seen)), (next_box, (next_tensor, next_layer, next_at, next_seen)) = a, b
     if box[axis][1] != next_box[axis][0] or tensor != next_tensor or layer != next_layer or seen != next_seen:
-        return None
-    span, behind = _continued(at[axis], next_at[axis]), axis + 1
-    if span is None or at[:axis] != next_at[:axis] or at[behind:] != next_at[behind:]:
-        return None
-    if box[:axis] != next_box[:axis] or box[behind:] != next_box[behind:]:
-        return None
-    place = (*at[:axis], span, *at[behind:])
-    return Piece(replaced(box, axis, (box[axis][0], next_box[axis][1])), Content(tensor, layer, place, seen))  # type: ignore[arg-type]
+        return False
+    (_, stop, step), (start, _, next_step), behind = at[axis], next_at[axis], axis + 1
+    if step != next_step or stop != start or at[:axis] != next_at[:axis] or at[behind:] != next_at[behind:]:
+        return False
+    return box[:axis] == next_box[:axis] and box[behind:] == next_box[behind:]
+
+
+def _together(first: Piece, last: Piece, axis: int) -> Piece:
+    """Return pieces that continue each other along an axis, from the first to the last one, as one."""
+    if first is last:
+        return first
+    (box, (tensor, layer, at, seen)), (last_box, last_content) = first, last
+    span = Span(at[axis].start, last_content.at[axis].stop, at[axis].step)
+    place = (*at[:axis], span, *at[axis + 1 :])
+    return Piece(replaced(box, axis, (box[axis][0], last_box[axis][1])), Content(tensor, layer, place, seen))  # type: ignore[arg-type]
 
 
 def _continued(a: Span, b: Span) -> Span | None:

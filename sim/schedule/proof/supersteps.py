@@ -4,10 +4,11 @@
 
 What an op makes of abstract contents depends on these alone, on layers and sequences by their differences only, and on
 ranks by whom they meet. So a superstep whose fragments and whose inputs, with layers and sequences counted from the
-least, were seen before has the results that it had then, as many layers and sequences later, on whichever ranks. No
-induction is needed: every superstep is looked up by all that it is given. Playing one superstep after the other is an
-order that the dependencies allow (``meetings``). It proves or declines: what is wrong with a schedule the flat proof
-says, by ``AbstractPlayer`` on all ops.
+least, were seen before has the results that it had then, as many layers and sequences later, on whichever ranks. The
+squares that an update takes the norm of count from a first layer of their own, as nothing asks how far from the
+weights' that is. No induction is needed: every superstep is looked up by all that it is given. Playing one superstep
+after the other is an order that the dependencies allow (``meetings``). It proves or declines: what is wrong with a
+schedule the flat proof says, by ``AbstractPlayer`` on all ops.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import msgspec
 
@@ -43,9 +43,9 @@ class Declined(Exception):  # noqa: N818 - nothing went wrong
     """Supersteps do not say whether a schedule is right."""
 
 
-class _Kept(NamedTuple):
+class _Kept(msgspec.Struct, frozen=True, gc=False):
     """What a buffer holds: contents by number, and the layer and the sequence from which theirs count; None where they
-    have none.
+    have none. A struct, since one is made for each buffer of each call.
     """
 
     contents: int
@@ -119,6 +119,7 @@ class Supersteps:
         self._held: list[list[_Kept]] = [[] for _ in self.classes]
         """Per class and buffer."""
         self._remembered: dict[object, list[tuple[list[_Kept], list[_Kept]]]] = {}
+        """Per class what is held of what was written to, and of a fragment's own buffers."""
         self._numbered: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         self._dependencies: dict[Fragment | None, Dependencies] = {}
 
@@ -186,7 +187,14 @@ class Supersteps:
                 ]
                 for (number, _), call in zip(classes, calls, strict=True)
             ]
-            layers = [kept.layer for of_class in given for kept in of_class if kept.layer is not None]
+            # Of squares an update asks whether they are all that there are, whichever layers they count from.
+            apart = [call.fragment.squares for call in calls]
+            layers = [
+                kept.layer
+                for of_class, squares in zip(given, apart, strict=True)
+                for place, kept in enumerate(of_class)
+                if kept.layer is not None and place not in squares
+            ]
             layers += [call.layer + port.layer for call in calls for port in call.fragment.inputs]
             base = self._aligned(min(layers, default=0))
             sequences = [kept.sequence for of_class in given for kept in of_class if kept.sequence is not None]
@@ -194,13 +202,17 @@ class Supersteps:
             first = 0 if takes or self._rules.sequences else min(sequences, default=0)
             # The layer of a call matters by its inputs only.
             own = [call.layer - base if call.fragment.inputs else 0 for call in calls]
-            seen = kind, tuple(own), tuple([tuple(_later(of_class, -base, -first)) for of_class in given])
+            counted = [_later(of_class, -base, -first) for of_class in given]
+            for of_class, squares in zip(counted, apart, strict=True):
+                for place in squares:
+                    of_class[place] = _Kept(of_class[place].contents, 0, of_class[place].sequence)
+            seen = kind, tuple(own), tuple(map(tuple, counted))
             if seen not in remembered:
                 remembered[seen] = self._play(*seen)
             for (number, _), call, (after, made) in zip(classes, calls, remembered[seen], strict=True):
                 of_class = held[number]
-                for buffer, kept in zip(call.given, _later(after, base, first), strict=True):
-                    of_class[buffer] = kept
+                for place, kept in zip(sorted(call.fragment.written), _later(after, base, first), strict=True):
+                    of_class[call.given[place]] = kept
                 of_class.extend(_later(made, base, first))
         self._check_outputs()
         check_owners(self._schedule)
@@ -216,7 +228,7 @@ class Supersteps:
     def _play(
         self, kind: _Kind, layers: Sequence[int], given: Sequence[Sequence[_Kept]]
     ) -> list[tuple[list[_Kept], list[_Kept]]]:
-        """Return per class what the buffers that are given hold after one superstep, and what its own ones hold."""
+        """Return per class what the buffers that it writes to hold after one superstep, and what its own ones hold."""
         classes = self._classes_of(kind.ranks)
         layer_of = {
             rank: layer for (number, _), layer in zip(classes, layers, strict=True) for rank in self.classes[number]
@@ -232,9 +244,9 @@ class Supersteps:
         player.play()
         results = []
         for memory, (_, place), before in zip(memories, classes, given, strict=True):
-            held, count, written = memory.held(), len(before), kind.fragments[place].written
-            after = [self._kept(held[at]) if at in written else before[at] for at in range(count)]
-            results.append((after, [self._kept(one) for one in held[count:]]))
+            held = memory.held()
+            after = [self._kept(held[at]) for at in sorted(kind.fragments[place].written)]
+            results.append((after, [self._kept(one) for one in held[len(before) :]]))
         return results
 
     def _derived(self, program: Program) -> Dependencies:
@@ -263,8 +275,9 @@ class Supersteps:
                 (call, *_), fragments = calls, tuple([call.fragment for call in calls])
                 numbers, base = call.numbers, self._aligned(call.layer)
                 for place, port in enumerate(call.fragment.outputs):
-                    contents, layer, sequence = of_class[numbers[port.view.buffer]]
-                    kept = _Kept(contents, 0 if layer is None else layer - base, sequence)
+                    held = of_class[numbers[port.view.buffer]]
+                    layer = 0 if held.layer is None else held.layer - base
+                    kept = _Kept(held.contents, layer, held.sequence)
                     seen = (fragments, place, kept, call.layer - base, ranks[0] in self._rules.alone)
                     if seen not in known:
                         known.add(seen)

@@ -436,11 +436,11 @@ def _sizes_problem(op: ops.Copy | ops.Fold) -> str:
     if source.dim != target.dim:
         along = f"dimension {source.dim} for parts along dimension {target.dim}"
         return f"takes parts of sizes {source.sizes or target.sizes} along {along}: give both one dimension"
-    shapes = [[split.part(number).shape for number in range(split.parts)] for split in (source, target)]
     order = op.order if isinstance(op, ops.Copy) and op.order else tuple(range(source.parts))
     if isinstance(op, ops.Fold) or not all(0 <= part < source.parts for part in order):
         return f"takes parts {order} of sizes {source.sizes}: a copy does, of parts that there are"
-    if [shapes[0][part] for part in order] != shapes[1]:
+    shapes = source.part_shapes
+    if [shapes[part] for part in order] != target.part_shapes:
         return f"takes parts {order} of sizes {source.sizes} for sizes {target.sizes}"
     return ""
 

@@ -27,6 +27,7 @@ from sim.schedule.ir.masks import (
     Span,
     Tokens,
     block_band,
+    is_in_one_document,
     keeps_mask,
     meeting,
     simplified,
@@ -160,7 +161,7 @@ def _of_documents(mask: Documents, queries: Tokens, keys: Tokens) -> tuple[Block
     """
     spans = (*queries, *keys)
     whole = Span(min(span.start for span in spans), max(span.stop - span.step + 1 for span in spans))
-    if isinstance(mask.keeps, Band) and len(list(meeting(mask, whole, whole))) == 1:
+    if isinstance(mask.keeps, Band) and is_in_one_document(mask, whole):
         return blocks(mask.keeps, queries, keys)
     found = []
     for some, row in zip(queries, _starts(queries), strict=True):

@@ -32,7 +32,7 @@ def workload(**fields: object) -> Workload:
 
 
 @given(
-    st.lists(st.integers(1, 9), min_size=2, max_size=8),
+    st.lists(st.integers(1, 9), min_size=2, max_size=8) | st.lists(st.integers(1, 3), min_size=17, max_size=24),
     st.sampled_from([CAUSAL, FULL, Band(left=2, right=0)]),
     st.integers(1, 3),
     st.data(),

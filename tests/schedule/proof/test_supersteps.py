@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import msgspec
@@ -13,7 +14,7 @@ from sim.base.errors import InputError, ScheduleError
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.fragments import Call, Fragment
 from sim.schedule.ir.masks import Span
-from sim.schedule.ir.ops import AllGather, Gemm
+from sim.schedule.ir.ops import AdamW, AllGather, Gemm
 from sim.schedule.ir.program import Communicator, Header, Program, Schedule
 from sim.schedule.ir.views import Split, View
 from sim.schedule.model.block import block_of
@@ -88,6 +89,44 @@ def test_more_layers_are_remembered(name: str) -> None:
         played.add(supersteps.num_played)
         assert supersteps.num_played < len(supersteps.all)
     assert len(played) == 1
+
+
+def a_step(layers: int) -> Schedule:
+    """Return a training step on a ring of two, not proved."""
+    workload = Workload(model=make_model(8, 4, 4), seq=16, mask="causal", scope="step", layers=layers)
+    return VARIANTS["ring"].build(workload, Mesh(ring=2))
+
+
+def test_updates_of_more_layers_are_remembered() -> None:
+    """However many layers there are between theirs and those of the squares that they are given."""
+    played = []
+    for layers in (3, 5):
+        supersteps = Supersteps(a_step(layers))
+        supersteps.play()
+        played.append(supersteps.num_played)
+    assert played[0] == played[1]
+
+
+@pytest.mark.parametrize(("place", "accepted"), [(0, False), (1, True), (2, False), (3, False), (4, False)])
+def test_an_update_that_is_given_what_is_of_another_layer(place: int, *, accepted: bool) -> None:
+    """Its gradient, its weights and both moments are its own; the squares are those of all."""
+    schedule, programs = a_step(3), list[Program]()
+    for program in schedule.programs:
+        calls = list(program.calls)
+        one, other = [at for at, call in enumerate(calls) if call.fragment.squares and call.layer in {1, 2}]
+        given = list(calls[other].given)
+        given[place] = calls[one].given[place]
+        calls[other] = calls[other]._replace(given=tuple(given))
+        programs.append(Program.of_calls(program.rank, calls))
+    assert by_calls(Schedule(schedule.header, programs.__getitem__)) == accepted
+
+
+def test_squares_that_an_update_takes_for_something_else_as_well_are_counted_with_it() -> None:
+    fragment = next(call.fragment for call in a_step(1).program(0).calls if call.fragment.squares)
+    (update,) = fragment.ops
+    assert isinstance(update, AdamW)
+    twice = msgspec.structs.replace(update, gradient=update.squares)
+    assert not replace(fragment, ops=(twice,)).squares
 
 
 # What is wrong in one call
