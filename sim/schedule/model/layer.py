@@ -133,6 +133,9 @@ def build_around(
     stages = Stages(mesh, workload, options)
     if plan.partwise:
         _require_whole_passes(plan, stages, options)
+    if layers:
+        for one, form in zip(plans, of_share.forms, strict=True):
+            own_tokens(mesh, 0, one.shard(0).tokens, form)  # which refuses tokens that do not divide
     shards = shards_of(mesh, options, workload.model, stages.both_ends, stages.copies) if step else Shards()
     of_plans = dict.fromkeys([communicator for one in plans for communicator in one.communicators])
     header = Header(
