@@ -100,8 +100,8 @@ def setup(draw: Random, most_ranks: int = 64) -> Setup:
     on_host, step = spec.gpu.kind == "cpu", passes.scope == "step"
     software = draw.choice(software_names()) if step and not on_host and draw.random() < 0.3 else None
     stacks = [name for name, one in STACKS.items() if step and not software and one.schedule == variant.schedule]
-    options = passes.options if software else _options(draw, degrees, passes)
-    options |= {name: text_of(value) for name, value in variant.options.items()}
+    own = {name: text_of(value) for name, value in variant.options.items()}
+    options = (passes.options if software else _options(draw, degrees, passes)) | own
     if variant.order != AXES:
         options["placement"] = next(name for name, order in PLACEMENTS.items() if order == variant.order)
     adapters = {"model.lora_rank": "8"} if draw.random() < 0.1 else {}
