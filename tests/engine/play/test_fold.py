@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from sim.accounts.memory import walks
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.fold import Fold, fold
 from sim.engine.play.simulate import STEADY, Jitter, Prepared
@@ -45,6 +46,21 @@ def test_folded_stages_with_copies_are_those_of_all_ranks() -> None:
     checked = check(entry.schedule(workload, Mesh(pp=2, ulysses=2, dp=2), options, Hints()))
     cell = Cell(checked, Cluster(machine("hgx-h100", 4, 2)), load_profile("h100-sxm"), STEADY)
     assert num_left_out(cell) == 4
+
+
+def test_every_rank_takes_the_memory_of_the_one_that_is_played_for_it() -> None:
+    """Of two replicas one is played, and of four members two, the first of which has norms of its own."""
+    workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=512, dtype="bf16", scope="step", layers=2)
+    entry = names.entry("ulysses")
+    options = names.options(entry, "ulysses", [("zero_stage", "0")], "")
+    checked = Checked(entry.schedule(workload, Mesh(dp=2, ulysses=2, tp=4), options, Hints()))
+    found = fold(checked, Cluster(machine("hgx-h100", 2, 8)))
+    assert found.played.keys() == {"dp", "tp"}
+    played = walks(found.checked)
+    assert [played[found.number_of(rank)].peak_bytes for rank in range(16)] == [
+        one.peak_bytes for one in walks(checked)
+    ]
+    assert [found.number_of(rank) for rank in found.ranks] == [*range(len(found.ranks))]
 
 
 def layers(dp: int, ranks: int = 2, seq: int = 1024) -> Checked:
