@@ -17,7 +17,7 @@ from sim.base.cpu_time import CpuTime
 from sim.base.errors import LongstepError
 from sim.base.garbage import garbage_collection_off
 from sim.explain.changes import Change
-from sim.plan.fit import lengths_tried
+from sim.plan.longest import lengths_tried
 from sim.plan.search.bounds import least_room
 from sim.plan.search.few import Few, at_most, of_turns, turns_of
 from sim.plan.search.steps import step_of
@@ -203,9 +203,9 @@ def _tokens(found: Configuration) -> int:
 
 
 def longest_by_few(setup: Setup, free_bytes: int, near: int | None = None) -> int | None:
-    """Return the longest context of ``fit.lengths_tried`` whose training step fits, by what is left at its own length,
-    at a few others, the first of them ``near`` where that is said, and by the lines between them; 0 where none does,
-    None where documents or a mask say how long a sequence is, or padding cannot fill it up.
+    """Return the longest context of ``plan.longest.lengths_tried`` whose training step fits, by what is left at its own
+    length, at a few others, the first of them ``near`` where that is said, and by the lines between them; 0 where none
+    does, None where documents or a mask say how long a sequence is, or padding cannot fill it up.
     """
     if setup.documents is not None or setup.block_mask is not None:
         return None

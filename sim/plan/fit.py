@@ -2,93 +2,29 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sim.accounts.memory import TERMS
 from sim.base.errors import InputError
+from sim.engine.results.report import report
+from sim.plan.longest import longest, padded_room
 from sim.plan.search.families import as_ring
-from sim.plan.search.room import Room, room
+from sim.plan.search.room import room
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.adapters import adapts_mlp
 from sim.setup import names
 from sim.setup.answers.answer import grounds, what_fits
 from sim.setup.answers.rows import of_ladder
 from sim.setup.answers.table import Table
-from sim.setup.configuration import Configuration
 from sim.setup.global_batch import sequences_of
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
 from sim.setup.stacks import STACKS, TECHNIQUES
 
-PER_OCTAVE = 16
-"""Lengths that are tried from one power of two to the next."""
-_MOST_GUESSES = 3
-"""Lengths that are guessed before what is left has to be halved."""
-LEAST = 1024
-"""Tokens of a sequence that each rank has at least where the longest context is looked for."""
-
 Progress = Callable[[int, int], object]
 """Told how many rows are done, and of how many."""
-
-
-def longest(setup: Setup, most: int) -> int:
-    """Return the longest context whose training step fits, in tokens up to ``most``; 0 if none does. Candidates are 16
-    lengths between each power of two and the next. Memory is assumed to grow with the length.
-    """
-    lengths = lengths_tried(setup, most)
-    fitting = num_fitting(lengths, lambda tokens: _room(setup.replace(seq=tokens)).free_bytes)
-    return lengths[fitting - 1] if fitting else 0
-
-
-def num_fitting(lengths: Sequence[int], free_bytes: Callable[[int], int]) -> int:
-    """Return how many of some rising lengths leave nothing less than zero free, where longer ones leave less. Memory of
-    long contexts is nearly a line, so most are found by where a line through two known ones is zero.
-    """
-    known: dict[int, int] = {}
-    fits, fails, halved, guesses = -1, len(lengths), len(lengths) + 1, 0
-    while fails - fits > 1:
-        if fails - fits <= (halved + 1) // 2:
-            halved, guesses = fails - fits, 0
-        guess = _likely(lengths, known, fits, fails) if guesses < _MOST_GUESSES else (fits + fails) // 2
-        at, guesses = min(max(guess, fits + 1), fails - 1), guesses + 1
-        known[at] = free_bytes(lengths[at])
-        fits, fails = (at, fails) if known[at] >= 0 else (fits, at)
-    return fails
-
-
-def _likely(lengths: Sequence[int], known: Mapping[int, int], fits: int, fails: int) -> int:
-    """Return which length is likely the last that fits: that at ``fits`` does, and that at ``fails`` does not, where
-    they are known.
-    """
-    below, above = sorted(at for at in known if at <= fits)[-2:], sorted(at for at in known if at >= fails)[:2]
-    pair = above if len(above) > 1 else [*below[-1:], *above] if above else below  # memory grows ever faster
-    if len(pair) < 2:
-        return (fits + fails) // 2 if not pair else fits + PER_OCTAVE if below else fails - PER_OCTAVE
-    (first, last), (one, other) = [lengths[at] for at in pair], [known[at] for at in pair]
-    zero = math.inf if one == other else first - one * (last - first) / (other - one)
-    found = bisect.bisect_right(lengths, zero) - 1
-    return found if above else min(found, fits + 2 * PER_OCTAVE)
-
-
-def lengths_tried(setup: Setup, most: int) -> list[int]:
-    """Return the candidates for the longest context, up to ``most``."""
-    mesh = setup.resolved().mesh
-    least = LEAST * mesh.sharing
-    octaves = [least << power for power in range(max(1, (most // least).bit_length()))]
-    lengths = [octave + step * octave // PER_OCTAVE for octave in octaves for step in range(PER_OCTAVE)]
-    return [tokens for tokens in lengths if tokens <= most]
-
-
-def _room(setup: Setup) -> Room:
-    """Return the memory of a training step; a length that does not divide is padded."""
-    return room(_padded(setup))
-
-
-def _padded(setup: Setup) -> Configuration:
-    return setup.replace(pad=True).resolved()
 
 
 def using(setup: Setup, options: Mapping[str, str]) -> Setup:
@@ -153,24 +89,30 @@ def ladder(
         names.one_of("techniques", name, TECHNIQUES)
     techniques = [name for name in techniques if _takes(setup, name)]
     states = list(rungs(techniques))
-    of_all = None
+    found: dict[frozenset[tuple[str, str]], dict[str, Any]] = {}
+    of_all, near = None, 0
     for done, (name, options) in enumerate(states, 1):
-        rung = using(base, options)
-        predicted = _predicted(rung)
-        rows.append({"techniques": name, **_rung(rung, predicted, limit)})
-        if done == 1 + len(techniques):  # all are switched on
-            of_all = grounds(predicted)
+        state = frozenset(options.items())
+        if state not in found:  # without the last technique it is as before that
+            predicted = _predicted(rung := using(base, options))
+            found[state] = _rung(rung, predicted, limit, near)
+            near = found[state]["longest"] or near
+            if done == 1 + len(techniques):  # all are switched on
+                of_all = grounds(predicted)
+        rows.append({"techniques": name, **found[state]})
         if progress:
             progress(done, len(states))
     return Table(rows).answering(of_ladder(rows), of_all)
 
 
-def _rung(setup: Setup, predicted: Prediction, most: int) -> dict[str, Any]:
-    found = predicted.figures
+def _rung(setup: Setup, predicted: Prediction, most: int, near: int) -> dict[str, Any]:
+    """Return what a row says but its name; ``near`` is where its longest context may be."""
+    found = report(predicted.simulation, with_bound=False, with_hash=False)
+    seq = predicted.checked.schedule.header.workload.seq
     assert found.room is not None
     return {
-        "longest": longest(setup, most),
-        "seq": predicted.checked.schedule.header.workload.seq,
+        "longest": longest(setup, most, {seq: found.room}, near),
+        "seq": seq,
         "step_time_s": found.step_time_s,
         "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
         "fits": found.fits,
@@ -217,7 +159,7 @@ def what_helps(setup: Setup) -> list[str]:
     >>> what_helps(Setup("ulysses", model="llama3-8b", cluster="hgx-h100", gpus=2, layers=2, seq="1M"))
     ['chunked loss', 'tiled MLP']
     """
-    free_bytes = _room(setup).free_bytes
+    free_bytes = padded_room(setup).free_bytes
     return _helping(setup, free_bytes) if free_bytes < 0 else []
 
 
@@ -232,7 +174,7 @@ def _cell(setup: Setup) -> tuple[dict[str, Any], Prediction | None]:
     cell: dict[str, Any] = {"degrees": "", "step_time_s": None, "fits": None, "free_bytes": None}
     cell |= {"helps": "", "error": ""}
     try:
-        configuration = _padded(setup)
+        configuration = setup.replace(pad=True).resolved()
         found = room(configuration)
         cell |= {"degrees": configuration.mesh.named(configuration.entry.degrees) or "1 GPU"}
         cell |= {"free_bytes": found.free_bytes, "fits": found.fits}
@@ -251,7 +193,7 @@ def _predicted(setup: Setup) -> Prediction:
 def _helping(setup: Setup, free_bytes: int) -> list[str]:
     """Return the technique to switch on, or those that it takes; none where all together are not enough."""
     off = switched_off(setup)
-    alone = {name: _room(using(setup, on)).free_bytes for name, on in off.items()}
+    alone = {name: padded_room(using(setup, on)).free_bytes for name, on in off.items()}
     enough = {name: free - free_bytes for name, free in alone.items() if free >= 0}
     if enough:
         before_s = _predicted(setup).step_time_s
@@ -261,7 +203,7 @@ def _helping(setup: Setup, free_bytes: int) -> list[str]:
     for name in (None, *reversed(off)):
         fewer = [other for other in taken if other != name]
         options = {key: value for other in fewer for key, value in off[other].items()}
-        if _room(using(setup, options)).free_bytes >= 0:
+        if padded_room(using(setup, options)).free_bytes >= 0:
             taken = fewer
         elif name is None:
             return []

@@ -36,7 +36,8 @@ from topology.specs import ClusterSpec
 def _filled(workload: Workload, error: LengthError) -> Workload:
     """Return a workload whose sequences have the lengths that a layout wants."""
     if not workload.sequences:
-        return msgspec.structs.replace(workload, seq=error.above, padding=error.above - workload.seq)
+        padding = workload.padding + error.above - workload.seq
+        return msgspec.structs.replace(workload, seq=error.above, padding=padding)
     sequences = tuple(
         [msgspec.structs.replace(one, padding=one.padding + -one.seq % error.multiple) for one in workload.sequences]
     )
@@ -93,11 +94,11 @@ class Configuration:
         return check_once(on_one_device(checked)) if self.one_device else checked
 
     def padded(self) -> Configuration:
-        """Return it with as many tokens of padding as the schedule needs; of sequences with documents of their own each
-        by itself.
+        """Return it with as many tokens of padding as the schedule needs, first its layout and then groups that have
+        parts of it; of sequences with documents of their own each by itself.
         """
         found = self
-        for _ in range(len(self.workload.forms)):
+        for _ in range(2 * len(self.workload.forms)):
             try:
                 found.built(ranks=0, share=1.0)
             except LengthError as error:

@@ -16,8 +16,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
+from functools import lru_cache, partial, wraps
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,8 @@ from sim.schedule.methods.catalog import NAMED, Entry
 from sim.schedule.methods.hints import Hints
 from sim.words.mesh import Mesh
 from sim.words.workload import Workload
+
+T = TypeVar("T")
 
 MOST_S = 20.0
 """Seconds of one core that are spent without asking."""
@@ -225,19 +227,69 @@ def growth_of(asked: Asked) -> Growth:
     tried = {"ring": rings, "chunks": (2, 3, 4), "layers": (2, 3), "micro_batches": (2, 3)}
     grows = {axis: points for axis, points in tried.items() if getattr(sizes, axis) > points[-1]}
     least = sizes._replace(**{axis: points[0] for axis, points in grows.items()})
-    smallest = _small(asked, least)
-    base = _counted(smallest)
+    base, likeness = _smallest(_small(asked, least))
     along = {
         axis: (
             (points[0], base),
-            *((size, _counted(_small(asked, least._replace(**{axis: size})))) for size in points[1:]),
+            *((size, _grown(_small(asked, least._replace(**{axis: size})))) for size in points[1:]),
         )
         for axis, points in grows.items()
     }
-    return Growth(base, along, _likeness(smallest, folds_members=asked.folds_members))
+    return Growth(base, along, likeness)
 
 
-def _small(asked: Asked, sizes: Sizes) -> Schedule:
+class _Small(NamedTuple):
+    """A schedule of small sizes; the same for many larger ones, which count it once."""
+
+    entry: Entry
+    workload: Workload
+    mesh: Mesh
+    options: Any
+    hints: Hints
+    folds_members: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        """It, built."""
+        return self.entry.schedule(self.workload, self.mesh, self.options, self.hints)
+
+
+def _once(function: Callable[[_Small], T]) -> Callable[[_Small], T]:
+    """Return a function of a small schedule that counts the same one once. What a builder is told of the machine is
+    never the same, and options of its own may have no hash.
+    """
+    known = lru_cache(maxsize=256)(function)
+
+    @wraps(function)
+    def counted(small: _Small) -> T:
+        alike = small._replace(hints=Hints())
+        return known(alike) if not small.entry.takes_hints and _has_hash(alike) else function(small)
+
+    return counted
+
+
+def _has_hash(small: _Small) -> bool:
+    try:
+        hash(small)
+    except TypeError:
+        return False
+    return True
+
+
+@_once
+def _smallest(small: _Small) -> tuple[Counts, Likeness]:
+    """Return what a program of the smallest schedule has, and which of its ranks do the same."""
+    schedule = small.schedule
+    return _counted(schedule), _likeness(schedule, folds_members=small.folds_members)
+
+
+@_once
+def _grown(small: _Small) -> Counts:
+    """Return what a program has that is larger along one axis."""
+    return _counted(small.schedule)
+
+
+def _small(asked: Asked, sizes: Sizes) -> _Small:
     """Return a schedule of some sizes that is like the one that is asked for, of one long document in one stage."""
     work, options = asked.workload, asked.options
     mesh = msgspec.structs.replace(asked.mesh, pp=1)  # a stage does what a model of its layers does
@@ -255,7 +307,8 @@ def _small(asked: Asked, sizes: Sizes) -> Schedule:
     )  # fmt: skip
     if now.micro_batches != sizes.micro_batches:
         options = dataclasses.replace(options, micro_batches=sizes.micro_batches)
-    return asked.entry.schedule(workload, msgspec.structs.replace(mesh, ring=sizes.ring), options, asked.hints)
+    mesh = msgspec.structs.replace(mesh, ring=sizes.ring)
+    return _Small(asked.entry, workload, mesh, options, asked.hints, asked.folds_members)
 
 
 def _middle(schedule: Schedule) -> Program:

@@ -15,7 +15,7 @@ from experiments.verbs.cli import main
 from sim.explain.changes import changes
 from sim.explain.screen import WIDTH, Explanation
 from sim.explain.weighed import longest_by_few
-from sim.plan.fit import longest
+from sim.plan.longest import longest
 from sim.setup.imports.imported import imported
 from sim.setup.imports.reading import File, read
 from tests.setup.test_imports import FILES, SAYABLE

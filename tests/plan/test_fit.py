@@ -1,16 +1,14 @@
-"""What fits, how long a context may be, and what makes a step fit."""
+"""What fits, what techniques save and cost, and what makes a step fit."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import longstep
 from longstep import InputError, Setup
-from sim.plan.fit import lengths_tried, longest, num_fitting, rungs, switched_off, using
+from sim.plan.fit import rungs, switched_off, using
 from sim.plan.search.families import families
 from sim.plan.search.room import room
 from sim.setup.stacks import STACKS, TECHNIQUES
@@ -24,30 +22,6 @@ def with_memory(gib: float, **changes: Any) -> Setup:
     """Return a setup whose GPUs have so much memory for buffers, and know that to the byte."""
     figures = {"capacity_bytes": int(gib * GIB), "reserved_bytes": 0, "reserved_within_bytes": 0}
     return ON_TWO.replace(set={f"cluster.hbm.{key}": value for key, value in figures.items()}, **changes)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("schedule", ["zigzag", "single"])
-def test_the_longest_context_is_the_last_that_fits(schedule: str) -> None:
-    """A sixteenth of a power of two more does not."""
-    setup = using(with_memory(1), {"schedule": schedule})
-    found = longest(setup, 2**24)
-    step = 2 ** (found.bit_length() - 1) // 16
-    fits = [room(setup.replace(seq=tokens).resolved()).fits for tokens in (found, found + step)]
-    assert fits == [True, False]
-
-
-def test_lengths_of_stages_are_of_the_ranks_that_share_them() -> None:
-    """Of four ranks in two stages those of two; each GPU of a schedule that splits none is in a line of stages."""
-    stages = ON_TWO.replace(schedule="zigzag", gpus=4, pp_degree=2, batch=2, set={"schedule.micro_batches": 2})
-    assert lengths_tried(stages, 2**13)[0] == lengths_tried(ON_TWO.replace(schedule="zigzag"), 2**13)[0]
-    assert using(stages, {"schedule": "single"}).resolved().mesh.degrees["dp"] == 2
-
-
-@pytest.mark.sweep
-def test_the_longest_context_has_ends() -> None:
-    assert longest(with_memory(0.1, schedule="zigzag"), 2**24) == 0
-    assert longest(with_memory(1000, schedule="zigzag"), 2**16) == 2**16
 
 
 def test_a_ladder_goes_up_and_takes_out_each() -> None:
@@ -166,31 +140,3 @@ def test_stacks_are_of_steps() -> None:
         Setup(stack="fsdp", gpus=1, scope="layer").resolved()
     with pytest.raises(InputError, match="unknown stack 'fdsp'.*fsdp"):
         Setup(stack="fdsp", gpus=1, scope="step").resolved()
-
-
-@given(st.lists(st.integers(-100, 100), max_size=80), st.integers(0, 2))
-def test_as_many_fit_as_when_all_are_asked(steps: list[int], power: int) -> None:
-    """Whatever memory does between lengths, as long as it grows; and not many more are asked than by halving."""
-    free = sorted(((abs(step) + 1) ** power * step for step in steps), reverse=True)
-    asked = list[int]()
-
-    def free_bytes(length: int) -> int:
-        asked.append(length)
-        return free[length - 1]
-
-    assert num_fitting(range(1, len(free) + 1), free_bytes) == sum(one >= 0 for one in free)
-    assert len(set(asked)) == len(asked) <= 3 * (1 + len(free).bit_length())
-
-
-def test_a_line_is_followed_to_where_it_is_zero() -> None:
-    """Lengths of 8 octaves and more, of which halving asks eight."""
-    lengths = [(1 << octave) * 16 + step * (1 << octave) for octave in range(10) for step in range(16)]
-    for most in (20, 200, 2000, 8000):
-        asked = list[int]()
-
-        def free_bytes(length: int, most: int = most, asked: list[int] = asked) -> int:
-            asked.append(length)
-            return 7 * (most - length)
-
-        assert num_fitting(lengths, free_bytes) == sum(length <= most for length in lengths)
-        assert len(asked) <= 5

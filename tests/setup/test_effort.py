@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import msgspec
 import pytest
 
 import longstep
@@ -23,6 +24,7 @@ from sim.setup.effort import (
     Effort,
     effort_of_plans,
     estimate,
+    growth_of,
     require_few,
     require_small,
     sizes_of,
@@ -200,3 +202,14 @@ def test_limits_are_those_that_are_told() -> None:
 def test_every_planner_has_its_seconds() -> None:
     assert {*PLANNING} == {*PLANNERS}
     assert all(effort_of_plans([name], 500, 8).is_small for name in PLANNERS)
+
+
+def test_small_schedules_of_larger_ones_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of unlike numbers of layers grow from the same; one that folds members is not one that does not."""
+    asked = STEP.replace(schedule="ulysses", tp_degree=2, seq="96K", layers=9).resolved().asked
+    found = growth_of(asked)
+    monkeypatch.setattr(type(asked.entry), "schedule", None)  # no builder is asked
+    deeper = msgspec.structs.replace(asked.workload, layers=17)
+    assert growth_of(asked._replace(workload=deeper)) == found
+    with pytest.raises(TypeError):
+        growth_of(asked._replace(folds_members=not asked.folds_members))

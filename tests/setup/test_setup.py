@@ -127,6 +127,23 @@ def test_documents_are_given_as_lengths_text_or_file(tmp_path: Path) -> None:
             setup.replace(documents=wrong).resolved()
 
 
+@pytest.mark.parametrize(
+    ("fields", "seq", "padding"),
+    [
+        pytest.param({"schedule": "single", "seq": 242}, 248, [6], id="members alone"),
+        pytest.param({"schedule": "zigzag", "cp": 3, "seq": 1001}, 1008, [7], id="a layout, then members"),
+        pytest.param({"schedule": "zigzag", "cp": 3, "documents": ((501, 500), (77,))}, 1008, [7, 19], id="each"),
+    ],
+)
+def test_padding_fills_up_what_members_of_groups_have_parts_of(
+    fields: dict[str, Any], seq: int, padding: list[int]
+) -> None:
+    """Of 8 members each has an even number of tokens of a rank, or of each half of a rank's."""
+    workload = longstep.Setup(tp_degree=8, pad=True, layers=1, **fields).resolved().workload
+    assert workload.seq == seq
+    assert [one.padding for one in workload.sequences or (workload,)] == padding
+
+
 def test_help_shows_what_predict_takes_and_returns() -> None:
     shown = inspect.signature(longstep.predict)
     assert shown.return_annotation == "Prediction"

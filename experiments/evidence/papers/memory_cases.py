@@ -15,7 +15,7 @@ from sim.accounts.memory import TERMS
 from sim.base.errors import InputError, unknown
 from sim.base.units import length, percent, size
 from sim.engine.results.room import Room
-from sim.plan.fit import longest
+from sim.plan.longest import longest
 from sim.plan.search.room import held_behind_passes, room
 from sim.setup import names
 from sim.setup.setup import Setup

@@ -24,7 +24,7 @@ from sim.base.errors import InputError, LongstepError, TooLargeError
 from sim.base.presets import converted
 from sim.base.units import FEW, length, seconds, size
 from sim.compare.portions import COLUMNS, Row
-from sim.plan.fit import longest
+from sim.plan.longest import longest
 from sim.plan.search.branches import least_limits, least_of
 from sim.setup.configuration import Configuration
 from sim.setup.effort import Effort, effort_of

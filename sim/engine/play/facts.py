@@ -193,7 +193,9 @@ def kind_of(op: ops.Op) -> int:
 def issue_key(op: ops.Op, use: KernelUse | None) -> Hashable:
     """Return what the cost of issuing an op depends on."""
     if use:
-        return use.kernel, use.into_slice, use.loop, op.part, op.meta.family
+        own = use.kernel, use.into_slice, use.loop
+        in_place = use.packs[0], use.variant == "eager"  # which of what software runs stands for it
+        return *own, *in_place, op.part, op.meta.family
     if isinstance(op, ops.Exchange):
         return type(op), op.num_messages, op.by_copies
     if isinstance(op, ops.HostSync):

@@ -65,6 +65,14 @@ class Fold(NamedTuple):
             found.append(mesh.along(rank, "tp", others))
         return found
 
+    def number_of(self, rank: int) -> int:
+        """Return which of the ranks that are played, counted through, is played for a rank of the whole schedule."""
+        mesh = _mesh(self.checked)
+        for axis, places in self.played.items():
+            own = mesh.place(rank)[axis]
+            (rank,) = mesh.along(rank, axis, [one for one, others in places.items() if own in others])
+        return self.ranks.index(rank)
+
     def of_all(self, of_ranks: Sequence[float]) -> list[float]:
         """Return values of the ranks that were played as often as there are ranks like them."""
         return [value for value, count in zip(of_ranks, self.counts, strict=True) for _ in range(count)]

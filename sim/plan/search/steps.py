@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from sim.accounts.memory import walks
 from sim.base.garbage import garbage_collection_off
 from sim.engine.intervals.extrapolated import decisive
 from sim.engine.intervals.interval import Interval
 from sim.engine.play.jitter import STEADY
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
-from sim.engine.results.room import Room, room_played
+from sim.engine.results.room import Room, room_of, room_played
 from sim.engine.results.sensitivity import IMBALANCE, Bound, bound, bound_of
-from sim.plan.search.bounds import least_room
+from sim.plan.search.bounds import last_ranks, least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
 from sim.plan.search.room import room
 from sim.plan.search.timed import few_stages, told_by_passes
+from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import Grounds, grounds_of
 from sim.setup.configuration import Configuration
@@ -180,19 +182,27 @@ def _simulation(setup: Setup, known: list[_Built], among: int = 0, *, by_outline
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:
-    """Return the memory of a configuration, by the last simulation of ``step_of``. If the rank that ``least_room``
-    builds was the fullest of that one, only this rank is built of the whole. Where an allocator is walked few
+    """Return the memory of a configuration, by the last simulation of ``step_of``. If the ranks that ``least_room``
+    walks were the fullest of that one, only these are built of the whole. Where an allocator is walked few
     micro-batches are: it then reserves within 0.4 % of what it does for all.
     """
     header = last.checked.schedule.header
     whole = setup.resolved()
     if (header.workload.layers, header.workload.batch) == (whole.workload.layers, whole.workload.batch):
         return room_played(header, last.fold, whole.allocator)
-    few = room_played(header, last.fold, None)
-    played = few_stages(setup) or of_played(of_turns(setup).setups[-1]).setups[-1]
-    if few.limits == least_room(played.resolved()).limits:
+    if whole.entry not in SCHEDULES.values() or _has_fullest_last(last):
         return least_room(whole) if whole.allocator is None else reserved_room(setup)
     return room(whole)
+
+
+def _has_fullest_last(play: Simulation) -> bool:
+    """Return whether the last rank of each stage takes as much memory as any of the stage, by what was played."""
+    header, fold, walked = play.checked.schedule.header, play.fold, walks(play.fold.checked)
+    mesh = header.mesh
+    last = {mesh.place(rank)["pp"]: walked[fold.number_of(rank)] for rank in last_ranks(mesh)}
+    of_last = [last[mesh.place(rank)["pp"]] for rank in fold.ranks]
+    alone, all_of_them = (room_of(header, some, fold.cluster) for some in (of_last, walked))
+    return alone.limits == all_of_them.limits
 
 
 def reserved_room(setup: Setup) -> Room:

@@ -38,6 +38,11 @@ def build(workload: Workload, mesh: Mesh, options: SingleOptions = SingleOptions
     """Return the schedule of one device, or of replicas of it; raises InputError for other axes."""
     mesh.only("single")
     kernel = options.kernel
+    if kernel != "flash" and (beside := _only_flash(workload)):
+        raise InputError(
+            f"`set` schedule.kernel={kernel}: {beside} is computed by flash attention alone; leave it out, or choose "
+            f"another `model` or mask"
+        )
     if kernel == "standard":
         needs_forward(workload, "standard attention, which keeps its probabilities,")
 
@@ -56,6 +61,18 @@ def build(workload: Workload, mesh: Mesh, options: SingleOptions = SingleOptions
     return build_around(plan, workload, mesh, options)
 
 
+def _only_flash(workload: Workload) -> str:
+    """Return what of a workload no other kernel computes, empty where there is nothing."""
+    if workload.model.attention_softcap:
+        return f"the soft-cap of scores of {workload.model.name}"
+    masks = [mask_of(form) for form in workload.forms]
+    if all(isinstance(mask, Band) for mask in masks):
+        return ""
+    if workload.pattern:
+        return f"the `mask` {workload.pattern}"
+    return "what `documents` keep apart" if any(isinstance(mask, Documents) for mask in masks) else "a `block_mask`"
+
+
 class SingleAttention:
     """Attention of all queries to all keys in one kernel."""
 
@@ -63,10 +80,6 @@ class SingleAttention:
         self._b = builder
         whole = contiguous(builder.workload.seq, 1)[0]
         mask = mask_of(builder.workload)
-        if kernel != "flash" and not isinstance(mask, Band):
-            of_documents = "no pattern" if builder.workload.pattern else "one document"
-            what = of_documents if isinstance(mask, Documents) else "no block mask"
-            raise InputError(f"`attention` {kernel!r} takes {what}: set it to flash")
         self._kept: dict[str, Any] = {"band": mask} if isinstance(mask, Band) else blocks(mask, whole, whole)[0].kept
         self._kernel = kernel
         self.saved_shard = shard

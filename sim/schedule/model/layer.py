@@ -131,6 +131,11 @@ def build_around(
     reduces = layers and not step and workload.backward and len(replicas[0]) > 1
     gradients = (Communicator(name=GRADIENTS, groups=replicas),) if reduces else ()
     stages = Stages(mesh, workload, options)
+    if plan.partwise:
+        _require_whole_passes(plan, stages, options)
+    if layers:
+        for one, form in zip(plans, of_share.forms, strict=True):
+            own_tokens(mesh, 0, one.shard(0).tokens, form)  # which refuses tokens that do not divide
     shards = shards_of(mesh, options, workload.model, stages.both_ends, stages.copies) if step else Shards()
     of_plans = dict.fromkeys([communicator for one in plans for communicator in one.communicators])
     header = Header(
@@ -219,6 +224,16 @@ def _require_takes(plan: AttentionPlan, workload: Workload, mesh: Mesh, options:
         raise InputError(
             f"`set` schedule.micro_batches={options.micro_batches} does not divide the {workload.batch} sequences of a "
             f"replica's batch: allowed are {', '.join(map(str, allowed))}; or set `batch` to a multiple of it"
+        )
+
+
+def _require_whole_passes(plan: AttentionPlan, stages: Stages, options: LayerOptions) -> None:
+    """Raise InputError where stages make gradients of weights later than those of inputs."""
+    if stages.splits_backward:
+        raise InputError(
+            f"`set` schedule.pipeline_schedule={options.pipeline_schedule} makes gradients of weights later than those "
+            f"of inputs, and schedule {plan.name!r}, which projects q, k and v part by part, makes them together: "
+            f"allowed are 1f1b, gpipe, interleaved and looped-bfs; or choose another `schedule`"
         )
 
 

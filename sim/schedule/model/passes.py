@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, cast
 
-from sim.base.errors import InputError
 from sim.schedule.ir.masks import Tokens
 from sim.schedule.ir.tensors import Tensor, d
 from sim.schedule.ir.views import View
@@ -155,8 +154,7 @@ class LayerWriter(NamedTuple):
         return values[d(self.block.x)], self.params.reduced(unit, room)
 
     def _backward_of_inputs_with(self, layer: int, dx: View, weights: Values, kept: Kept) -> tuple[View, Values]:
-        if self.block.projections:
-            raise InputError("attention that projects part by part makes gradients of weights with those of inputs")
+        assert not self.block.projections
         values = self._led_back(layer, {**weights, d(self.block.x).later(1): dx}, kept, self._write_of_inputs)
         needed = {tensor for one in self._of_weights for tensor in one.operands}
         left = {tensor: view for tensor, view in values.items() if tensor in needed or tensor.kind == "weight gradient"}

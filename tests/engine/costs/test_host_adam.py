@@ -21,7 +21,8 @@ from sim.software.host import host_adam, one_pass, updating
 from sim.words.options import HostOptimiserName
 from sim.words.profile import Profile, load_profile
 from sim.words.workload import Workload
-from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.equality import Cell, require_equal_engines
+from tests.engine.play.test_engines import requires_compiler
 from tests.helpers import make_model
 from tests.schedule.model.test_step import make_step, step
 from topology.cluster import Cluster, load_cluster
@@ -110,7 +111,7 @@ def test_cores_bound_where_they_are_few(cores: int, seconds: float) -> None:
 def test_both_engines_play_alike(name: HostOptimiserName) -> None:
     checked = make_step("ulysses", 4, step(dtype="bf16"), optimiser="host")
     for on in (cluster(1e11), cluster(1e11, host=HostSpec(cores=8))):
-        require_equal(Cell(checked, on, profile(name), STEADY))
+        require_equal_engines(Cell(checked, on, profile(name), STEADY))
 
 
 STEP = longstep.Setup(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from sim.base.errors import InputError
 from sim.schedule.derive.kernels import unfused_use
 from sim.schedule.ir.masks import Band
 from sim.setup.setup import Setup
@@ -57,3 +60,17 @@ def test_megatron_drops_probabilities_at_random() -> None:
     """By a kernel that reads and writes them, and a byte of a mask for each, forward and backward."""
     for plain_s, dropped_s in zip(seconds(), seconds("megatron"), strict=True):
         assert dropped_s - plain_s == pytest.approx(5 * SCORES / (0.77 * HBM), rel=0.01)
+
+
+@pytest.mark.parametrize("kernel", ["standard", "memory-efficient"])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model": "gemma-2-2b"}, "the soft-cap of scores of gemma-2-2b"), ({"documents": (100, 300)}, "documents"),
+        ({"mask": "lambda:8:16"}, "`mask` lambda:8:16"), ({"block_mask": "topk:64:3"}, "`block_mask`"),
+    ],
+)  # fmt: skip
+def test_what_fused_kernels_alone_compute_is_refused(fields: dict[str, Any], named: str, kernel: str) -> None:
+    setup = Setup("single", seq=1024, scope="attention", set={"schedule.kernel": kernel}, **fields)
+    with pytest.raises(InputError, match=f"schedule.kernel={kernel}: .*{named}.* by flash attention alone"):
+        setup.resolved().built()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,10 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from sim.base.errors import InputError
-from sim.engine.costs.cost import CostModel
 from sim.engine.play import native, reference, selfcheck
-from sim.engine.play.fold import Fold
 from sim.engine.play.lowered import Lowered, Times
 from sim.engine.play.simulate import STEADY, Jitter, simulate
 from sim.native.library import UnavailableError, load
@@ -34,115 +29,15 @@ from sim.schedule.write.builder import ProgramBuilder
 from sim.setup.predict import predict
 from sim.words.mesh import Mesh
 from sim.words.options import TensorOverlap
-from sim.words.profile import Profile, load_profile
-from sim.words.workload import Dtype, Workload, load_model
-from tests.helpers import DRAWN, OFFLOADED, make_checked, make_model, uses_host_memory
+from sim.words.profile import load_profile
+from sim.words.workload import Workload
+from tests.engine.play.equality import Cell, require_equal_engines
+from tests.helpers import make_checked, make_model
 from topology.cluster import Cluster, load_cluster
-from topology.specs import ClusterSpec, LinkSpec, PerGpu
+from topology.specs import LinkSpec, PerGpu
 
 ROOT = Path(__file__).parents[3]
 requires_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-
-
-class Machine(NamedTuple):
-    """What a cell is played on."""
-
-    cluster: ClusterSpec
-    profile: Profile | None
-    dtype: Dtype
-
-
-def machines() -> list[Machine]:
-    """Kinds of links, of hosts, of speeds, shares of NICs; with profiles and at the datasheet's rates."""
-
-    def spec(name: str, **changes: object) -> ClusterSpec:
-        return msgspec.structs.replace(load_cluster(name), **changes)
-
-    def nics(name: str, per_node: int, stripe: int | None) -> ClusterSpec:
-        found = load_cluster(name)
-        assert found.nic is not None
-        shared = msgspec.structs.replace(found.nic, per_node=per_node, stripe=stripe)
-        return msgspec.structs.replace(found, nodes=4, gpus_per_node=4, nic=shared)
-
-    uneven = {gpu: PerGpu(speed=1 - gpu % 5 / 50) for gpu in range(16)}
-    return [
-        Machine(spec("hgx-h100"), load_profile("h100-sxm"), "bf16"),
-        Machine(spec("hgx-h100"), msgspec.structs.replace(load_profile("h100-sxm"), one_queue=True), "bf16"),
-        Machine(spec("hgx-b200"), load_profile("b200-sxm"), "bf16"),
-        Machine(spec("dgx-a100", nodes=4, gpus_per_node=4), load_profile("a100-sxm"), "bf16"),
-        Machine(spec("hgx-h100", nodes=4, gpus_per_node=4, per_gpu=uneven), None, "bf16"),
-        Machine(nics("hgx-h100", per_node=2, stripe=None), load_profile("h100-sxm"), "bf16"),
-        Machine(nics("dgx-a100", per_node=4, stripe=2), load_profile("a100-sxm"), "bf16"),
-        Machine(spec("a100-pcie"), None, "bf16"),
-        Machine(spec("l20-pcie"), None, "bf16"),
-        Machine(spec("host"), None, "fp32"),
-    ]
-
-
-class Cell(NamedTuple):
-    """One schedule on one machine."""
-
-    checked: Checked
-    cluster: Cluster
-    profile: Profile | None
-    jitter: Jitter
-
-
-def cells(seed: int, count: int, most_ranks: int = 16) -> Iterator[Cell]:
-    """Random schedules on random machines; what is refused is left out."""
-    draw, of_machines = random.Random(seed), machines()
-    models = [load_model("llama3-8b"), make_model(8, 4)]
-    while count:
-        name, machine = draw.choice(DRAWN), draw.choice(of_machines)
-        ranks, layers = draw.choice([n for n in (1, 2, 3, 4, 6, 8, 16) if n <= most_ranks]), draw.choice([1, 2, 3])
-        whole = name in OFFLOADED or draw.random() < 0.4
-        cluster = Cluster(machine.cluster)
-        try:
-            workload = Workload(
-                model=draw.choice(models),
-                seq=ranks * draw.choice([16, 64, 1024, 8192]),
-                dtype=machine.dtype,
-                scope="layer" if whole else "attention",
-                layers=layers if whole else 1,
-                passes=draw.choice(["both", "both", "forward"]),
-                mask=draw.choice(["causal", "full"]),
-            )
-            checked = make_checked(name, workload, ranks)
-        except InputError:
-            continue
-        if ranks > len(cluster.devices) or (uses_host_memory(name) and not can_offload(cluster.spec)):
-            continue
-        count -= 1
-        jitter = draw.choice([STEADY, Jitter(0.1, draw.randrange(100))])
-        yield Cell(checked, cluster, draw.choice([machine.profile, None]), jitter)
-
-
-def can_offload(spec: ClusterSpec) -> bool:
-    return spec.socket is not None or spec.gpu.kind == "cpu"
-
-
-def times(cell: Cell) -> tuple[Times, Times]:
-    """Return the times by both engines."""
-    checked, cluster, profile, jitter = cell
-    stretch = jitter.stretch(Fold(checked, cluster), CostModel(cluster, profile))
-    found = native.plays(Lowered(checked), cluster, CostModel(cluster, profile), [stretch])[0]
-    return found, reference.play(checked, cluster, CostModel(cluster, profile), stretch)
-
-
-def require_equal(cell: Cell) -> None:
-    for found, meant in zip(*times(cell), strict=True):
-        np.testing.assert_array_equal(found, meant, str(cell.checked.schedule.header))
-
-
-@requires_compiler
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("seed", "count", "ranks"),
-    [(0, 20, 6), *(pytest.param(seed, 500, 16, marks=pytest.mark.slow) for seed in range(1, 7))],
-)
-def test_both_engines_give_every_op_the_same_times(seed: int, count: int, ranks: int) -> None:
-    for cell in cells(seed, count, ranks):
-        require_equal(cell)
 
 
 @st.composite
@@ -208,7 +103,7 @@ def test_both_engines_play_random_programs_alike(
     link = LinkSpec(bytes_per_s=rate, latency_s=delay_s, peer_sms=peer_sms)
     per_gpu = {number: PerGpu(speed=speed) for number, speed in enumerate(speeds)}
     spec = msgspec.structs.replace(spec, gpu=gpu, nvlink=link, per_gpu=per_gpu)
-    require_equal(Cell(Checked(schedule), Cluster(spec), None, Jitter(share, 1)))
+    require_equal_engines(Cell(Checked(schedule), Cluster(spec), None, Jitter(share, 1)))
 
 
 @pytest.mark.sweep
@@ -227,7 +122,7 @@ def test_both_engines_play_tensor_parallelism_alike(overlap: TensorOverlap, sequ
     checked = check(entry.schedule(workload, Mesh(tp=4, ring=2), options))
     for one_queue in (False, True):
         profile = msgspec.structs.replace(load_profile("h100-sxm"), one_queue=one_queue)
-        require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), profile, Jitter(0.1, 1)))
+        require_equal_engines(Cell(checked, Cluster(load_cluster("hgx-h100")), profile, Jitter(0.1, 1)))
 
 
 def all_at_once(ranks: int, times: int) -> Schedule:
@@ -255,7 +150,7 @@ def test_messages_of_which_many_are_under_way_at_once_are_played_alike() -> None
     schedule = all_at_once(40, 2)
     spec = msgspec.structs.replace(load_cluster("hgx-h100"), nodes=5)
     assert len(Lowered(Checked(schedule)).transfers) == 2 * 40 * 39
-    require_equal(Cell(Checked(schedule), Cluster(spec), None, STEADY))
+    require_equal_engines(Cell(Checked(schedule), Cluster(spec), None, STEADY))
 
 
 @requires_compiler
@@ -358,9 +253,9 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     wrapper.chmod(0o755)
     runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
     code = (
-        "from tests.engine.play import test_engines\n"
+        "from tests.engine.play import equality, test_engines\n"
         "from tests.engine.results import test_worlds\n"
-        "for cell in test_engines.cells(7, 100): test_engines.require_equal(cell)\n"
+        "for cell in equality.cells(7, 100, 8): equality.require_equal_engines(cell)\n"
         "test_engines.test_messages_of_which_many_are_under_way_at_once_are_played_alike()\n"
         "test_worlds.test_a_world_like_the_first_one_takes_the_same(7, 40)"
     )

@@ -2,235 +2,40 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from sim.base.errors import InputError
+from sim.accounts.memory import walks
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.fold import Fold, fold
-from sim.engine.play.simulate import STEADY, Engine, Jitter, Prepared, Simulation
-from sim.engine.results.figures import HOST, figures_of
+from sim.engine.play.simulate import STEADY, Jitter, Prepared
 from sim.engine.results.report import report
-from sim.engine.results.sensitivity import played_s
-from sim.engine.results.worlds import Change, worlds
 from sim.engine.traffic.collectives import link_traffic
 from sim.schedule.methods import ulysses
 from sim.schedule.methods.hints import Hints
 from sim.schedule.proof.check import Checked, check
 from sim.setup import names
 from sim.words.mesh import Mesh
-from sim.words.profile import Profile, load_profile
-from sim.words.workload import Workload, load_model
-from tests.helpers import DRAWN, OFFLOADED, VARIANTS, make_model, uses_host_memory
+from sim.words.profile import load_profile
+from sim.words.workload import Workload
+from tests.engine.play.equality import Cell, require_equal
+from tests.helpers import make_model
 from topology.cluster import Cluster, load_cluster
 from topology.specs import ClusterSpec, LinkSpec, NicSpec, PerGpu
 
 
-def machine(name: str, nodes: int, gpus_per_node: int, slow: tuple[int, ...] = ()) -> ClusterSpec:
+def machine(name: str, nodes: int, gpus_per_node: int) -> ClusterSpec:
     found = load_cluster(name)
-    return msgspec.structs.replace(
-        found,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        nic=found.nic or NicSpec(bytes_per_s=2.5e10, latency_s=1e-5),
-        per_gpu={gpu: PerGpu(speed=0.7 + gpu / 100) for gpu in slow},
-    )
+    nic = found.nic or NicSpec(bytes_per_s=2.5e10, latency_s=1e-5)
+    return msgspec.structs.replace(found, nodes=nodes, gpus_per_node=gpus_per_node, nic=nic)
 
 
-class Cell(NamedTuple):
-    """Replicas of one schedule on one machine."""
-
-    checked: Checked
-    spec: ClusterSpec
-    profile: Profile | None
-    jitter: Jitter
-
-
-def cells(seed: int, count: int) -> Iterator[Cell]:
-    """Random schedules in 2 to 4 replicas, on nodes that hold half of one, one, two or parts of several."""
-    draw = random.Random(seed)
-    machines: list[tuple[str, str]] = [
-        ("hgx-h100", "h100-sxm"),
-        ("dgx-a100", "a100-sxm"),
-        ("a100-pcie", ""),
-        ("l20-pcie", ""),
-    ]
-    while count:
-        name, ranks, dp = draw.choice(DRAWN), draw.choice([1, 2, 4]), draw.choice([2, 3, 4])
-        variant = (VARIANTS | OFFLOADED)[name]
-        cluster, profile = draw.choice(machines)
-        whole = name in OFFLOADED or draw.random() < 0.6
-        model = draw.choice([load_model("llama3-8b"), make_model(8, 4, dtype="bf16")])
-        per_node = draw.choice([size for size in (1, 2, 4, 8) if size <= load_cluster(cluster).gpus_per_node])
-        nodes = -(-ranks * dp // per_node)
-        slow = tuple(draw.sample(range(ranks * dp), draw.choice([0, 0, 1, 2])))
-        spec = machine(cluster, nodes, per_node, slow)
-        if uses_host_memory(name) and spec.socket is None:
-            continue
-        try:
-            workload = Workload(
-                model=model,
-                seq=ranks * draw.choice([64, 1024, 8192]),
-                batch=draw.choice([1, 1, 2]),
-                dtype="bf16",
-                scope="layer" if whole else "attention",
-                layers=draw.choice([1, 2]) if whole else 1,
-                passes=draw.choice(["both", "both", "forward"]),
-                mask=draw.choice(["causal", "full"]),
-            )
-            mesh = msgspec.structs.replace(variant.mesh(ranks, model), dp=dp)
-            checked = check(variant.build(workload, mesh))
-        except InputError:
-            continue
-        count -= 1
-        jitter = draw.choice([STEADY, Jitter(0.1, draw.randrange(100))])
-        yield Cell(checked, spec, load_profile(profile) if profile and draw.random() < 0.7 else None, jitter)
-
-
-SHARDED = ({}, {"zero_stage": "2", "micro_batches": "2"}, {"zero_stage": "1"}, {"optimiser": "host"},
-           {"zero_stage": "3", "weight_communicators": "two", "reduce": "model"})  # fmt: skip
-
-
-INNER = Mesh(ulysses=2, order=("pp", "ring", "ulysses", "tp", "dp"))
-"""Ranks of one place are neighbours, whichever replicas they are of."""
-
-
-def sharded(seed: int, count: int) -> Iterator[Cell]:
-    """Random training steps whose weights are sharded over the ranks of 2 to 8 replicas, on nodes of whole ones."""
-    draw = random.Random(seed)
-    while count:
-        name, mesh = draw.choice(
-            [("ulysses", Mesh(ulysses=2)), ("usp", Mesh(ring=2, ulysses=2)), ("ring", Mesh(ring=4)),
-             ("ulysses", Mesh(pp=2, ulysses=2)), ("single", Mesh(pp=2, tp=2)), ("ulysses", INNER)]
-        )  # fmt: skip
-        dp, entry = draw.choice([2, 4, 8]), names.entry(name)
-        chosen = names.options(entry, name, list(draw.choice(SHARDED).items()), "")
-        workload = Workload(
-            model=make_model(8, 4, dtype="bf16"), seq=64 * draw.choice([1, 64]), batch=2, dtype="bf16", scope="step",
-            layers=mesh.pp * draw.choice([1, 3]),
-        )  # fmt: skip
-        checked = check(entry.schedule(workload, msgspec.structs.replace(mesh, dp=dp), chosen, Hints()))
-        cluster, profile = draw.choice([("hgx-h100", load_profile("h100-sxm")), ("l20-pcie", None)])
-        slow = tuple(draw.sample(range(mesh.size * dp), draw.choice([0, 1])))
-        spec = machine(cluster, mesh.pp * dp, mesh.size // mesh.pp, slow)
-        yield Cell(checked, spec, profile, draw.choice([STEADY, Jitter(0.1, seed)]))
-        count -= 1
-
-
-MEMBERS: tuple[dict[str, str], ...] = (
-    {}, {"tp_sequence": "false"}, {"tp_overlap": "gradients"}, {"tp_overlap": "shards"}, {"checkpoint": "full"},
-    {"pipeline_schedule": "zb-h1"}, {"loss": "chunked"},
-)  # fmt: skip
-PARALLEL = (
-    ("single", Mesh(tp=4)), ("ring", Mesh(tp=4, ring=2)), ("zigzag", Mesh(pp=2, tp=4, ring=2)), ("single", Mesh(tp=8)),
-    ("ulysses", Mesh(tp=2, ulysses=2, dp=2)), ("usp", Mesh(tp=4, ring=2, ulysses=2)),
-    ("single", Mesh(pp=2, tp=4, dp=2)), ("allgather", Mesh(tp=4, ring=2, dp=2)),
-    ("single", Mesh(tp=4, dp=4, order=("pp", "ring", "ulysses", "tp", "dp"))),
-)  # fmt: skip
-
-
-def parallel(seed: int, count: int) -> Iterator[Cell]:
-    """Random layers and steps of tensor-parallel groups, which lie in a node, over nodes or beside another one."""
-    draw = random.Random(seed)
-    while count:
-        (name, mesh), sharded = draw.choice(PARALLEL), draw.choice(SHARDED[:-1])
-        entry, step, more = names.entry(name), draw.random() < 0.8, draw.choice(MEMBERS)
-        chosen = names.options(entry, name, list((sharded | more).items()) if step else [], "")
-        workload = Workload(
-            model=make_model(8, draw.choice([2, 4, 8, 8, 8]), dtype="bf16"), seq=512 * draw.choice([1, 16]),
-            batch=2, dtype="bf16", scope="step" if step else "layer", layers=mesh.pp * draw.choice([1, 2]),
-        )  # fmt: skip
-        try:
-            checked = Checked(entry.schedule(workload, mesh, chosen, Hints()))
-        except InputError:
-            continue
-        cluster = draw.choice(["hgx-h100", "hgx-h100", "hgx-h100", "gb200-nvl72", "l20-pcie"])
-        found = load_cluster(cluster)
-        fit = [size for size in (1, 2, 4, 8, 16) if size <= min(mesh.size, found.gpus_per_node)]
-        per_node = draw.choice([size for size in fit if size >= mesh.tp or draw.random() < 0.1] or fit)
-        slow = tuple(draw.sample(range(mesh.size), draw.choice([0, 0, 1])))
-        spec = machine(cluster, mesh.size // per_node, per_node, slow)
-        if "optimiser" in sharded and spec.socket is None:
-            continue
-        profile = load_profile(found.profile) if found.profile and draw.random() < 0.7 else None
-        yield Cell(checked, spec, profile, draw.choice([*[STEADY] * 5, Jitter(0.1, seed)]))
-        count -= 1
-
-
-def both(cell: Cell, engine: Engine) -> tuple[Simulation, Simulation]:
-    """Return a schedule as it is played, and all of its ranks."""
-    checked, spec, profile, jitter = cell
-    folded = Prepared(checked).play(Cluster(spec), profile, jitter, engine)
-    whole = Prepared(checked).play(Cluster(spec), profile, jitter, engine, every_rank=True)
-    assert whole.trace.num_ranks == checked.schedule.num_ranks
-    return folded, whole
-
-
-def require_equal(cell: Cell, engine: Engine) -> int:
-    """Hold a folded play to one of all ranks; return how many ranks were left out."""
-    folded, meant = both(cell, engine)
-    starts, what = meant.trace.ops.starts, str((cell.checked.schedule.header, cell.spec))
-    ops = np.concatenate([np.arange(starts[rank], starts[rank + 1]) for rank in folded.trace.numbers])
-    for name in ("posted_s", "begun_s", "ended_s"):
-        np.testing.assert_array_equal(getattr(folded.trace, name), getattr(meant.trace, name)[ops], what)
-    found, expected = (msgspec.structs.asdict(report(one, with_interval=True)) for one in (folded, meant))
-    notes = [set(one.pop("evidence").notes) for one in (found, expected)]
-    saves = [one.pop("saves") for one in (found, expected)]
-    if saves[0] != pytest.approx(saves[1], rel=1e-12):
-        require_same_where_others_win(folded, meant, what)
-    assert found == expected, what
-    assert len(notes[0] - notes[1]) == len(folded.fold.played)
-    return meant.trace.num_ranks - folded.trace.num_ranks
-
-
-def require_same_where_others_win(folded: Simulation, meant: Simulation, what: str) -> None:
-    """Assert that machines with a figure doubled, which worlds follow up to where SMs go to others, say that they stop
-    there, and are alike to the last bit when they are played.
-    """
-    figures = figures_of(folded.cluster.spec, folded.profile)
-    changes = [Change((figure,), 2.0) for figure in figures if figure not in HOST]
-    apart = [
-        change
-        for change, one, other in zip(changes, worlds(folded, changes), worlds(meant, changes), strict=True)
-        if one.step_time_s != pytest.approx(other.step_time_s, rel=1e-12)
-        if one.turned and other.turned
-    ]
-    assert apart, what
-    for change in apart:
-        assert played_s(folded, change) == played_s(meant, change), what
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("seed", "count"), [(6, 10), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in range(1, 5))]
-)
-def test_folded_times_and_figures_are_those_of_all_ranks(seed: int, count: int) -> None:
-    engines: tuple[Engine, ...] = ("auto", "simpy")
-    left_out = [require_equal(cell, engines[number % 2]) for number, cell in enumerate(cells(seed, count))]
-    assert sum(map(bool, left_out)) > count / 5
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("seed", "count"), [(0, 3), pytest.param(1, 150, marks=pytest.mark.slow)])
-def test_folded_steps_with_shards_over_replicas_are_those_of_all_ranks(seed: int, count: int) -> None:
-    engines: tuple[Engine, ...] = ("auto", "simpy")
-    left_out = [require_equal(cell, engines[number % 2]) for number, cell in enumerate(sharded(seed, count))]
-    assert sum(map(bool, left_out)) > count / 2
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("seed", "count"), [(15, 2), *(pytest.param(seed, 150, marks=pytest.mark.slow) for seed in (1, 2))]
-)
-def test_folded_members_of_tensor_parallel_groups_are_those_of_all_ranks(seed: int, count: int) -> None:
-    engines: tuple[Engine, ...] = ("auto", "simpy")
-    left_out = [require_equal(cell, engines[number % 2]) for number, cell in enumerate(parallel(seed, count))]
-    assert sum(map(bool, left_out)) > count / 5
+def num_left_out(cell: Cell) -> int:
+    """Hold a play to that of all ranks; return how many were left out."""
+    return cell.checked.schedule.num_ranks - len(require_equal(cell).ranks)
 
 
 @pytest.mark.sweep
@@ -239,8 +44,23 @@ def test_folded_stages_with_copies_are_those_of_all_ranks() -> None:
     workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=512, batch=4, dtype="bf16", scope="step", layers=2)
     options = names.options(entry, "ulysses", list(given.items()), "")
     checked = check(entry.schedule(workload, Mesh(pp=2, ulysses=2, dp=2), options, Hints()))
-    cell = Cell(checked, machine("hgx-h100", 4, 2), load_profile("h100-sxm"), STEADY)
-    assert require_equal(cell, "simpy") == 4
+    cell = Cell(checked, Cluster(machine("hgx-h100", 4, 2)), load_profile("h100-sxm"), STEADY)
+    assert num_left_out(cell) == 4
+
+
+def test_every_rank_takes_the_memory_of_the_one_that_is_played_for_it() -> None:
+    """Of two replicas one is played, and of four members two, the first of which has norms of its own."""
+    workload = Workload(model=make_model(8, 4, dtype="bf16"), seq=512, dtype="bf16", scope="step", layers=2)
+    entry = names.entry("ulysses")
+    options = names.options(entry, "ulysses", [("zero_stage", "0")], "")
+    checked = Checked(entry.schedule(workload, Mesh(dp=2, ulysses=2, tp=4), options, Hints()))
+    found = fold(checked, Cluster(machine("hgx-h100", 2, 8)))
+    assert found.played.keys() == {"dp", "tp"}
+    played = walks(found.checked)
+    assert [played[found.number_of(rank)].peak_bytes for rank in range(16)] == [
+        one.peak_bytes for one in walks(checked)
+    ]
+    assert [found.number_of(rank) for rank in found.ranks] == [*range(len(found.ranks))]
 
 
 def layers(dp: int, ranks: int = 2, seq: int = 1024) -> Checked:
@@ -259,7 +79,7 @@ def test_one_slow_gpu_splits_its_replica_off() -> None:
     assert report(found).critical_rank == 7
     assert any("numbers 0, 3" in note for note in report(found).evidence.notes)
     assert found.trace.step_time_s > Prepared(checked).play(Cluster(even), None).trace.step_time_s
-    assert require_equal(Cell(checked, slow, None, STEADY), "simpy") == 6
+    assert num_left_out(Cell(checked, Cluster(slow), None, STEADY)) == 6
 
 
 def test_two_slow_gpus_at_one_place_are_one_class() -> None:

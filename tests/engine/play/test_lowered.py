@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from sim.engine.costs.cost import CostModel
 from sim.engine.play.lowered import Lowered
+from sim.schedule.derive.replicas import among
 from sim.schedule.ir import ops
 from sim.schedule.ir.program import Schedule
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.proof.check import Checked
+from sim.setup.setup import Setup
 from sim.words.workload import Workload
 from tests.helpers import OFFLOADED, VARIANTS, by_tier, checked_or_refused, make_model
 
@@ -62,3 +67,15 @@ def test_arrays_of_calls_are_those_of_all_ops(name: str) -> None:
             assert row["behind"] == (last if behind else -1)
             if op.stream == ops.COMPUTE:
                 last = number
+
+
+@pytest.mark.parametrize("software", ["alst", "deepspeed"])
+def test_issue_has_the_price_of_its_own_op(software: str) -> None:
+    """Also where software packs gradients by several kernels, and copies weights behind them by one."""
+    model = make_model(8, 4, dtype="bf16")
+    setup = Setup("single", model=model, cluster="hgx-h100", gpus=2, dp_degree=2, seq=512, layers=1, software=software)
+    found = setup.resolved()
+    checked, cost = found.checked(), CostModel(found.cluster, found.profile)
+    arrays, meets = Lowered(checked), partial(among, checked.schedule)
+    for number, (op, use) in enumerate(zip(checked.schedule.programs[0].ops, checked.kernels[0], strict=True)):
+        assert cost.issue_s(*arrays.issues.found[arrays.ops["issue"][number]]) == cost.issue_s(op, use, meets(op))

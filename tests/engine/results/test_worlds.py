@@ -8,7 +8,8 @@ import longstep
 from sim.engine.play.simulate import simulate
 from sim.engine.results.figures import COMPUTE, HBM, HOST, LAUNCHES, figures_of, scaled
 from sim.engine.results.worlds import FEW, MOST, Change, worlds
-from tests.engine.play.test_engines import cells, requires_compiler
+from tests.engine.play.equality import cells
+from tests.engine.play.test_engines import requires_compiler
 
 
 @pytest.mark.sweep

@@ -21,7 +21,7 @@ from experiments.recipes.evidence import EvidenceFiles, evidence
 from experiments.verbs.cli import open_console
 from sim.base.errors import InputError
 from sim.base.presets import load_toml
-from sim.plan.fit import PER_OCTAVE
+from sim.plan.longest import PER_OCTAVE
 from sim.plan.search.room import room
 
 FILE = """

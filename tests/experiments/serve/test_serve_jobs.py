@@ -19,7 +19,7 @@ from experiments.serve.answering.question import Dropped, Question, question_of,
 from experiments.verbs.cli import parse
 from experiments.verbs.simulate import Simulate
 from sim.base.errors import InputError
-from sim.plan.fit import longest
+from sim.plan.longest import longest
 from sim.setup.spelled import command_of, python_of
 from tests.experiments.serve.page_changes import FIRST, changed
 from tests.reading_code import ROOT

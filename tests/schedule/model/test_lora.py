@@ -32,7 +32,8 @@ from sim.schedule.model.scope import trained, units
 from sim.schedule.proof.check import Checked
 from sim.words.options import ModulesName
 from sim.words.workload import LoraTarget, Workload
-from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.equality import Cell, require_equal_engines
+from tests.engine.play.test_engines import requires_compiler
 from tests.helpers import slow_but, sweep_but
 from tests.schedule.model.test_blocks import FEATURES, changed
 from tests.schedule.model.test_step import STACKS, errors_of, make_step, replaced
@@ -127,7 +128,7 @@ def test_layers_alone_leave_gradients_of_adapters(name: str) -> None:
 @pytest.mark.parametrize("modules", sweep_but({"eager"}, ["fused", "eager"]))
 def test_both_engines_play_alike(modules: ModulesName) -> None:
     checked = make_step("ulysses", 4, of(dtype="bf16"), modules=modules)
-    require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), None, STEADY))
+    require_equal_engines(Cell(checked, Cluster(load_cluster("hgx-h100")), None, STEADY))
 
 
 def test_adapters_have_rank_times_both_widths() -> None:

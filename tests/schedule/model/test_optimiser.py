@@ -32,7 +32,8 @@ from sim.schedule.model.scope import kind_of, layers_of, units
 from sim.schedule.proof.check import Checked, check
 from sim.words.optimiser import ADAM
 from sim.words.workload import Workload
-from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.equality import Cell, require_equal_engines
+from tests.engine.play.test_engines import requires_compiler
 from tests.helpers import by_tier, make_cluster_spec, make_model, slow_but
 from tests.schedule.model.test_step import is_exact, make_step, replaced, step, without
 from tests.schedule.proof.test_check_catches import refuses
@@ -234,9 +235,9 @@ def test_the_host_issues_nothing_while_it_updates() -> None:
 def test_both_engines_play_alike(stack: str) -> None:
     checked = make_step("ulysses", 4, step(dtype="bf16"), **STACKS[stack])
     for jitter in (STEADY, Jitter(0.1, 1)):
-        require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), None, jitter))
+        require_equal_engines(Cell(checked, Cluster(load_cluster("hgx-h100")), None, jitter))
     checked = make_step("zigzag", 2, step(dtype="fp32"), **STACKS[stack])
-    require_equal(Cell(checked, Cluster(load_cluster("host")), None, STEADY))
+    require_equal_engines(Cell(checked, Cluster(load_cluster("host")), None, STEADY))
 
 
 # What is wrong

@@ -359,6 +359,13 @@ def test_what_is_no_pipeline(mesh: Mesh, options: dict[str, Any], said: str) -> 
         NAMED["single"].schedule(workload, mesh, given)
 
 
+def test_projections_part_by_part_have_whole_backward_passes() -> None:
+    workload = Workload(model=make_model(4, 2), seq=16, batch=2, scope="step", layers=2)
+    given = dataclasses.replace(NAMED["upipe"].options, micro_batches=2, pipeline_schedule="zb-h1")
+    with pytest.raises(InputError, match="zb-h1 makes gradients of weights later .*'upipe'.* allowed are 1f1b, gpipe"):
+        NAMED["upipe"].schedule(workload, RINGS, given)
+
+
 def test_pipelines_are_of_training_steps() -> None:
     layer = Workload(model=make_model(4, 2), seq=16, scope="layer", layers=2)
     with pytest.raises(InputError, match="`pp_degree` 2: pipelines are of training steps; set `scope` step"):

@@ -27,7 +27,8 @@ from sim.schedule.model.tiling import block_in_tiles
 from sim.schedule.proof.check import check
 from sim.words.profile import load_profile
 from sim.words.workload import Workload
-from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.equality import Cell, require_equal_engines
+from tests.engine.play.test_engines import requires_compiler
 from tests.helpers import by_tier, make_model, slow_but
 from tests.schedule.model.test_step import is_exact, make_step, replaced, step
 from tests.schedule.proof.test_check_catches import refuses
@@ -169,9 +170,9 @@ def test_what_a_loop_costs_by_hand() -> None:
 def test_both_engines_give_it_the_same_times() -> None:
     """With noise, on a GPU with a profile and on a host that runs kernels in its thread."""
     checked = make_step("zigzag", 2, narrow(dtype="bf16"), mlp="tiled")
-    require_equal(Cell(checked, Cluster(load_cluster("hgx-h100")), load_profile("h100-sxm"), Jitter(0.1, 3)))
+    require_equal_engines(Cell(checked, Cluster(load_cluster("hgx-h100")), load_profile("h100-sxm"), Jitter(0.1, 3)))
     checked = make_step("zigzag", 2, narrow(dtype="fp32"), mlp="tiled")
-    require_equal(Cell(checked, Cluster(load_cluster("host")), None, Jitter(0.1, 3)))
+    require_equal_engines(Cell(checked, Cluster(load_cluster("host")), None, Jitter(0.1, 3)))
 
 
 def test_a_loop_of_one_tile_costs_what_its_kernels_cost() -> None:

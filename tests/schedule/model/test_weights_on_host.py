@@ -18,7 +18,8 @@ from sim.schedule.model.scope import units
 from sim.schedule.proof.check import Checked
 from sim.words.options import WeightsPlace
 from sim.words.workload import DTYPE_BYTES
-from tests.engine.play.test_engines import Cell, require_equal, requires_compiler
+from tests.engine.play.equality import Cell, require_equal_engines
+from tests.engine.play.test_engines import requires_compiler
 from tests.helpers import make_cluster_spec, slow_but, sweep_but
 from tests.schedule.model.test_lora import of
 from tests.schedule.model.test_step import STACKS, errors_of, make_step, odd, step
@@ -128,7 +129,7 @@ def test_fetches_overlap_where_there_is_time_and_bound_the_step_where_there_is_n
 @requires_compiler
 @pytest.mark.parametrize("place", sweep_but({"host"}, PLACES))
 def test_both_engines_play_alike(place: WeightsPlace) -> None:
-    require_equal(Cell(made("ulysses", 4, place, workload=step(dtype="bf16")), machine(4, 1e9), None, STEADY))
+    require_equal_engines(Cell(made("ulysses", 4, place, workload=step(dtype="bf16")), machine(4, 1e9), None, STEADY))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -101,6 +101,11 @@ class Stages:
         return self._pipeline.copies
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether some stage makes gradients of weights later than those of inputs."""
+        return any(item.kind == "W" for stage in range(self._mesh.pp) for item in self.items(stage))
+
+    @property
     def rounds(self) -> tuple[int, int] | None:
         """How many micro-batches there are before rounds of passes repeat, and how many each further round has; None
         where rounds do not repeat, or are not whole.
