@@ -8,10 +8,8 @@ kinds is found as arrays (``stretch_columns``); an op is made when somebody look
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -119,17 +117,32 @@ class Again(NamedTuple):
 
 
 class Stretched(Sequence[Op]):
-    """Ops by where their stretches are written."""
+    """Ops by where their stretches are written: places, one after the other, as columns."""
 
-    def __init__(self, places: Sequence[Again]) -> None:
-        self.places = places
-        sizes = [len(place.bound.stretch.ops) for place in places]
-        self.ends = list(accumulate(sizes))
+    def __init__(self, bounds: Sequence[Bound], which: Ints, firsts: Ints, labels: Sequence[str]) -> None:
+        self.bounds = bounds
+        """Those that stretches are bound to, in the order of their first places."""
+        self.which = which
+        """Of each place the number of its own."""
+        self.firsts = firsts
+        """Of each place the number of the first of its own buffers."""
+        self.labels = labels
+        self.ends = np.cumsum(np.array([len(one.stretch.ops) for one in bounds], np.int64)[which])
         """Up to which op each place goes."""
         self._made: dict[int, tuple[Op, ...]] = {}
 
+    def place(self, number: int) -> Again:
+        """Return a place."""
+        return Again(self.bounds[self.which[number]], self.labels[number], int(self.firsts[number]))
+
+    @property
+    def places(self) -> Iterator[Again]:
+        """All places."""
+        of_each = zip(self.which.tolist(), self.labels, self.firsts.tolist(), strict=True)
+        return (Again(self.bounds[which], label, first) for which, label, first in of_each)
+
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return int(self.ends[-1])
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
@@ -137,11 +150,11 @@ class Stretched(Sequence[Op]):
         index = at + len(self) if at < 0 else at
         if not 0 <= index < len(self):
             raise IndexError(at)
-        place = bisect_right(self.ends, index)
-        return self._of(place)[index - self.ends[place]]
+        place = int(self.ends.searchsorted(index, side="right"))
+        return self._of(place)[int(index - self.ends[place])]
 
     def __iter__(self) -> Iterator[Op]:
-        for place in range(len(self.places)):
+        for place in range(len(self.which)):
             yield from self._of(place)
 
     def __eq__(self, other: object) -> bool:
@@ -159,14 +172,13 @@ class Stretched(Sequence[Op]):
     @cached_property
     def by_bound(self) -> list[tuple[Bound, Ints]]:
         """What stretches are bound to, each with its places."""
-        found: dict[int, list[int]] = {}
-        for number, place in enumerate(self.places):
-            found.setdefault(id(place.bound), []).append(number)
-        return [(self.places[places[0]].bound, np.array(places, np.int64)) for places in found.values()]
+        order = np.argsort(self.which, kind="stable")
+        ends = np.cumsum(np.bincount(self.which, minlength=len(self.bounds)))
+        return list(zip(self.bounds, np.split(order, ends[:-1]), strict=True))
 
     def _of(self, place: int) -> tuple[Op, ...]:
         if place not in self._made:
-            self._made[place] = self.places[place].ops
+            self._made[place] = self.place(place).ops
         return self._made[place]
 
 
@@ -174,7 +186,12 @@ class Written:
     """Ops in the order in which they are written, by themselves and by stretches."""
 
     def __init__(self) -> None:
-        self._places: list[Again] = []
+        self._bounds: list[Bound] = []
+        self._numbers: dict[int, int] = {}
+        """Of what stretches are bound to, by identity."""
+        self._which: list[int] = []
+        self._firsts: list[int] = []
+        self._labels: list[str] = []
         self._count = 0
         self._single: list[Op] = []
         """Behind all places."""
@@ -186,26 +203,36 @@ class Written:
         """Append an op."""
         self._single.append(op)
 
-    def again(self, place: Again) -> None:
-        """Append the ops of a stretch."""
-        if not place.bound.stretch.ops:
+    def again(self, bounds: Sequence[Bound], firsts: Sequence[int], labels: Sequence[str]) -> None:
+        """Append the ops of stretches, whose own buffers begin with these."""
+        some = [at for at, bound in enumerate(bounds) if bound.stretch.ops]
+        if not some:
             return
         self._end()
-        self._places.append(place)
-        self._count += len(place.bound.stretch.ops)
+        number, known = self._numbers, self._bounds
+        for at in some:
+            bound = bounds[at]
+            which = number.setdefault(id(bound), len(known))
+            if which == len(known):
+                known.append(bound)
+            self._which.append(which)
+            self._count += len(bound.stretch.ops)
+        self._firsts += [firsts[at] for at in some]
+        self._labels += [labels[at] for at in some]
 
     def _end(self) -> None:
         if self._single:
             single, self._single = self._single, []
-            self.again(Again(Bound(Stretch(single, [None] * len(single)), ()), "", 0))
+            self.again([Bound(Stretch(single, [None] * len(single)), ())], [0], [""])
 
     @property
     def ops(self) -> Sequence[Op]:
         """What has been written."""
-        if not self._places:
+        if not self._which:
             return tuple(self._single)
         self._end()
-        return Stretched(self._places)
+        which, firsts = np.array(self._which, np.int64), np.array(self._firsts, np.int64)
+        return Stretched(self._bounds, which, firsts, self._labels)
 
 
 def peers_of(op: Op) -> list[int]:
