@@ -35,7 +35,7 @@ Outline = tuple[bool, tuple[_Part, ...]]
 NOTHING = 0
 """The number of the outline of what is not written yet, or does not matter."""
 _NOTHING = Held((), complete=False)
-_KEPT = 512
+_KEPT = 1 << 17
 """Rows that were put together as contents, as the operands of many kernels are, are kept while there are fewer."""
 
 
@@ -48,6 +48,7 @@ class Contents:
         self._outlines = [nothing]
         self._tables: list[_Table] = [_Table(0)]
         self._known: dict[tuple[int, bytes], Held] = {}
+        self._num_kept = 0
 
     def put(self, held: Held, count: int) -> tuple[int, Ints]:
         """Return the outline, and the rows, of what so many ranks hold."""
@@ -71,9 +72,11 @@ class Contents:
         return self._known[key]
 
     def _keep(self, key: tuple[int, bytes], held: Held) -> None:
-        if len(self._known) >= _KEPT:
+        if self._num_kept >= _KEPT:
             self._known.clear()
+            self._num_kept = 0
         self._known[key] = held
+        self._num_kept += len(key[1]) // 8
 
     def is_full(self, outlines: Ints) -> bool:
         """Return whether contents of each of these outlines are known to fill their buffer."""
