@@ -17,7 +17,7 @@ import numpy as np
 
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.exchanges import Ints
-from sim.schedule.ir.forms import Form, form_of, views_of
+from sim.schedule.ir.forms import Form, form_of, like_of, views_of
 from sim.schedule.ir.ops import Exchange, Message, Op
 from sim.schedule.ir.views import Buffer
 
@@ -38,6 +38,10 @@ class Stretch:
         """Its own."""
         self.views = np.array([view.buffer for op in self.ops for view in views_of(op)], np.int64)
         """The buffers of all views, one op after the other."""
+        self.are_given = (self.views >= 0) & (self.views < num_given)
+        """Of each view whether its buffer is given."""
+        self.used_own = np.unique(self.views[~self.are_given]) - num_given
+        """The buffers of all others, counted from the first of its own."""
         self.exchanges = [at for at, op in enumerate(self.ops) if isinstance(op, Exchange)]
         self._used = list(dict.fromkeys(self.views.tolist()))
         self._forms: dict[tuple[Hashable, ...], list[Form]] = {}
@@ -53,11 +57,12 @@ class Stretch:
         own = [with_peers(rebound(op, number), peers.index) for op in ops]
         return Stretch(own, [_start(op.label, label) for op in ops], len(given), buffers)
 
-    def forms(self, place: Again, like: Mapping[int, Hashable], buffers: Sequence[Buffer]) -> list[Form]:
-        """Return the forms of its ops at a place of a program with these buffers, which are ``like`` others: see
+    def forms(self, place: Again, buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> list[Form]:
+        """Return the forms of its ops at a place of a program with these buffers, of which some are ``inputs``: see
         ``forms.formed``.
         """
-        key = tuple([like.get(number) for number in place.numbers(self._used)])
+        like = like_of(place.numbers(self._used), buffers, inputs)
+        key = tuple(like.values())
         if key not in self._forms:
             self._forms[key] = [form_of(op, like, buffers) for op in place.ops]
         return self._forms[key]
