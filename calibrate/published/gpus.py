@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from calibrate.held.tiles import tile_models
-from calibrate.published import between_nodes, blackwell, curves, elementwise, ultraattn
+from calibrate.published import between_nodes, blackwell, curves, elementwise, queued, ultraattn
 from calibrate.published.curves import Timed, apart, averaged, without_causal_forward
 from calibrate.published.host import (
     EAGER_LAYER_TRAFFIC,
@@ -28,6 +28,7 @@ from calibrate.published.host import (
     eager_issue,
 )
 from calibrate.published.losses import BACKWARD_SOURCE, LOSS_SOURCE, backwards, losses
+from calibrate.published.queued import OF_A100, OF_HOPPER, Queued
 from calibrate.published.reading import (
     Row,
     geometric_mean,
@@ -96,6 +97,7 @@ class Gpu(NamedTuple):
     """Which kernel that is."""
     memory_efficiency: float
     memory_source: str
+    queued: Queued = OF_HOPPER
     send_recv: str = ""
     """In Vidur's table."""
     vidur: str = ""
@@ -148,6 +150,8 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
         traffic=EAGER_TRAFFIC | (EAGER_LAYER_TRAFFIC if gpu.eager else {}),
         memory_efficiency=gpu.memory_efficiency,
         elementwise=_elementwise(gpu),
+        replayed_s=gpu.queued.replayed_s,
+        replayed=gpu.queued.apart,
         issue=eager_issue(spec),
         host=eager_host(spec),
         persistent=PERSISTENT if gpu.persistent else {},
@@ -172,7 +176,7 @@ def profile_of(name: str, gpu: Gpu) -> Profile:
             "exchange": gpu.hops_source,
             "memory_efficiency": gpu.memory_source,
             **elementwise.SOURCES,
-            **elementwise.SOURCES,
+            **queued.SOURCES,
             "forms": FORMS_SOURCE,
             **({"persistent": PERSISTENT_SOURCE} if gpu.persistent else {}),
             **_load_sources(gpu),
@@ -381,6 +385,7 @@ _A100 = Gpu(
     fused=FusedAttention(kernel="flash-attention-2", said="FlashAttention-2"),
     memory_efficiency=0.77,
     memory_source="copies within a GPU, 1545 to 1594 of 2039 GB/s: stas00/ml-engineering@744d01e network/README.md",
+    queued=OF_A100,
     send_recv="A100 DGX",
     vidur="a100",
     liger="NVIDIA A100-SXM4-80GB",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from calibrate.published import queued
 from calibrate.published.host import (
     EAGER_SOURCES,
     EARLY_MERGE,
@@ -18,6 +19,7 @@ from calibrate.published.host import (
     eager_host,
     eager_issue,
 )
+from calibrate.published.queued import OF_A100, OF_HOPPER, Queued
 from calibrate.published.reading import (
     Row,
     kernel_point,
@@ -42,6 +44,7 @@ def a800(name: str) -> Profile:
         "a800",
         # Copies within one A100 move 1545 to 1594 GB/s, of 2039 (stas00/ml-engineering@744d01e network/README.md).
         memory_efficiency=0.77,
+        small=OF_A100,
     )
 
 
@@ -52,10 +55,11 @@ def h800(name: str) -> Profile:
         "h800",
         # Copies within one H100 move 2494 to 2534 GB/s, of 3350 (stas00/ml-engineering@744d01e network/README.md).
         memory_efficiency=0.75,
+        small=OF_HOPPER,
     )
 
 
-def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
+def _profile(name: str, cluster: str, memory_efficiency: float, small: Queued) -> Profile:
     spec = msgspec.structs.replace(load_cluster(cluster), nodes=_NODES)
     gpu = cluster.upper()
     return Profile(
@@ -69,6 +73,8 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         attention=FusedAttention(kernel="flash-attention-2", said="FlashAttention-2 (flash-attn 2.5.7)"),
         traffic=EARLY_TRAFFIC,
         memory_efficiency=memory_efficiency,
+        replayed_s=small.replayed_s,
+        replayed=small.apart,
         # Forward: 128 threads of up to 255 of the 65536 registers, 64 KiB of shared memory (Q 128 x 128, K and V
         # 64 x 128). Backward: 144 KiB of shared memory, of the 164 or 228 that an SM has.
         blocks_per_sm={"attention_forward": 2, "attention_backward": 1},
@@ -77,6 +83,7 @@ def _profile(name: str, cluster: str, memory_efficiency: float) -> Profile:
         beside_communication=OVERLAP_SLOWDOWN,
         sources={
             **EAGER_SOURCES,
+            **queued.SOURCES,
             "traffic.merge": "counted in ring-flash-attention before PR 34: the 12 kernels with which "
             "oliverYoung2001/UltraAttn@b5aa10e merges",
             "attention": "oliverYoung2001/UltraAttn@b5aa10e prof_data/fit/time_*_flash_all.json, flash-attn 2.5.7",

@@ -23,11 +23,12 @@ def _nanotron() -> Software:
         "residual": Asked("hidden_states + residual, and both gradients added", layers.residual),
         "rotary": Asked("flash-attn's RotaryEmbedding on queries, and in place on keys", nanotron.rotary),
         "attention": Asked(
-            "CausalSelfAttention with flash_attn_varlen_func and fewer heads of keys than of queries, less the rotary; "
-            "one sequence alone has no copy before o_proj",
+            "CausalSelfAttention with flash_attn_varlen_func and fewer heads of keys than of queries, less the rotary",
             nanotron.attention,
         ),
+        "attention-alone": Asked("the same of one sequence at once: no copy before o_proj", nanotron.attention_alone),
         "attention-mha": Asked("the same with as many heads of keys", nanotron.attention_mha),
+        "attention-mha-alone": Asked("the same of one sequence at once", nanotron.attention_mha_alone),
         "mlp": Asked("MLP: gate and up in one product, split", nanotron.mlp),
         "embedding": Asked("TensorParallelEmbedding of tokens, one rank", nanotron.embedding),
         "loss": Asked(

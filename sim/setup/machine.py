@@ -18,11 +18,20 @@ from sim.setup.names import one_of
 from sim.software import kernels
 from sim.software.attention import kernels_of, named
 from sim.software.host import updating
+from sim.software.kernels import Attended
 from sim.software.software import Kernels, Software
 from sim.words.mesh import Mesh
 from sim.words.options import IN_FP32, AttentionName
-from sim.words.profile import HOST_COPIES, Profile, Rates, at_rates, profile_names
-from sim.words.workload import Scope
+from sim.words.profile import (
+    HOST_COPIES,
+    Profile,
+    Rates,
+    SmallSeconds,
+    at_rates,
+    profile_names,
+    with_replayed,
+)
+from sim.words.workload import Scope, Workload
 from topology.cluster import Cluster
 from topology.host import device_name, host_facts
 from topology.specs import ClusterSpec
@@ -121,7 +130,13 @@ def changed_kernels(kernels: Kernels, given: Sequence[tuple[str, str]]) -> Kerne
 
 
 def running(
-    profile: Profile | None, run: Kernels, software: Software | None, spec: ClusterSpec, options: Any, mesh: Mesh
+    profile: Profile | None,
+    run: Kernels,
+    software: Software | None,
+    spec: ClusterSpec,
+    workload: Workload,
+    options: Any,
+    mesh: Mesh,
 ) -> Profile | None:
     """Return a profile with some kernels in place of its own, and what the software is called that runs them; raises
     InputError where there are no figures of them, and where a schedule of these options does not run them.
@@ -140,24 +155,48 @@ def running(
         raise InputError("`software` names kernels of GPUs, but ranks are threads of a host: leave it out")
     said, parallel = software.said if software else "", mesh.tp > 1
     margin = parallel and getattr(options, "tp_overlap", "") == "chunks"
-    return kernels.running(profile, run, said, spec.gpu.chip, parallel=parallel, margin=margin)
+    of_attention = attended(workload, getattr(options, "micro_batches", 1))
+    return kernels.running(profile, run, said, spec.gpu.chip, of_attention, parallel=parallel, margin=margin)
+
+
+def attended(workload: Workload, micro_batches: int) -> Attended:
+    """Return what decides which kernels software runs around attention."""
+    model = workload.model
+    return Attended(model.num_kv_heads / model.num_heads, workload.batch <= micro_batches)
 
 
 def rated(profile: Profile | None, scope: Scope, given: Sequence[tuple[str, str]] = ()) -> Profile | None:
     """Return a profile at the rates that were given (``rates``), or those that it names, or those of the scope: whole
-    layers load a GPU for seconds, attention alone is timed in short runs. Raises InputError for rates that it has not.
+    layers load a GPU for seconds, attention alone is timed in short runs; and with what was given of small kernels
+    (``replayed_s``). Raises InputError for what it has not.
     """
     wanted = None
     for key, value in given:
-        if key != "rates":
-            raise unknown("key", f"profile.{key}", ["profile.rates"], "`set`")
-        wanted = one_of("set profile.rates", value, get_args(Rates))
+        if key == "rates":
+            wanted = one_of("set profile.rates", value, get_args(Rates))
+        elif key == "replayed_s":
+            profile = _replaying(profile, value)
+        else:
+            raise unknown("key", f"profile.{key}", ["profile.rates", "profile.replayed_s"], "`set`")
     if profile is None or not profile.sustained:
         if wanted == "sustained":
             whose = f"profile {profile.name!r}" if profile else "`profile` datasheet"
             raise InputError(f"`set` profile.rates=sustained: {whose} has rates of short runs only; leave it out")
         return profile
     return at_rates(profile, wanted or profile.rates or ("burst" if scope == "attention" else "sustained"))
+
+
+class _Small(msgspec.Struct, frozen=True):
+    replayed_s: SmallSeconds
+
+
+def _replaying(profile: Profile | None, value: str) -> Profile:
+    """Return a profile whose small kernels take other seconds, as given: a number, or one that scales its own."""
+    if profile is None or profile.replayed_s is None:
+        whose = f"profile {profile.name!r}" if profile else "`profile` datasheet"
+        raise InputError(f"`set` profile.replayed_s={value}: {whose} has no such figure; leave it out")
+    changed = override(_Small(profile.replayed_s), [("replayed_s", value)], "`set` profile.")
+    return with_replayed(profile, changed.replayed_s)
 
 
 def jitter_of(

@@ -142,8 +142,8 @@ class Setup:
     would take (``sim.setup.effort``)."""
     set: Overrides = ()
     """Figures to replace: ``{"cluster.nvlink.bytes_per_s": "*2", "model.num_kv_heads": 4, "schedule.layout":
-    "zigzag", "software.attention": "flash-attention-2", "profile.rates": "sustained"}``, or a list of texts
-    KEY=VALUE."""
+    "zigzag", "software.attention": "flash-attention-2", "profile.rates": "sustained",
+    "profile.replayed_s": "*2"}``, or a list of texts KEY=VALUE."""
 
     def __post_init__(self) -> None:
         """Take paths, clusters and numbers of numpy for what they stand for, and keep ``set`` as it is now: what a
@@ -212,7 +212,9 @@ class Setup:
             options=options,
             entry=entry,
             spec=sized(spec, 1 if self.one_device else mesh.size, self.nodes),
-            profile=rated(running(profile, run, software, spec, options, mesh), workload.scope, overrides["profile"]),
+            profile=rated(
+                running(profile, run, software, spec, workload, options, mesh), workload.scope, overrides["profile"]
+            ),
             jitter=jitter_of(self.jitter, self.seed, self.seeds, spec, profile, per_rank=self.jitter_per_rank),
             engine=engine_of(self.engine),
             one_device=self.one_device,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sim.engine.intervals.interval import Interval, interval
 from sim.engine.play.simulate import Simulation, simulate
-from sim.setup.machine import kernels_on, measured_here
+from sim.setup.machine import attended, kernels_on, measured_here
 from sim.software.kernels import beside_fused, running
 from sim.software.software import load_software
 
@@ -31,7 +31,8 @@ def slowest(simulation: Simulation) -> Slowest | None:
         return None
     software = load_software(SLOWEST)
     kernels = kernels_on(simulation.cluster.spec, profile, beside_fused(software))
-    other = running(profile, kernels, software.said, simulation.cluster.spec.gpu.chip)
+    turns = int(simulation.checked.schedule.header.options.get("micro_batches", 1))
+    other = running(profile, kernels, software.said, simulation.cluster.spec.gpu.chip, attended(workload, turns))
     play = simulate(simulation.checked, simulation.cluster, other, simulation.noise, engine=simulation.engine)
     return Slowest(software.said, play.trace.step_time_s)
 

@@ -11,7 +11,7 @@ from sim.base.errors import InputError
 from sim.base.kept import kept
 from sim.schedule.derive.kernels import PACKS
 from sim.software.attention import attending, named
-from sim.software.counted import Kernel, load_counted
+from sim.software.counted import Counted, Kernel, Part, load_counted
 from sim.software.issue import eager_of
 from sim.software.software import Kernels, Software
 from sim.words.profile import FusedAttention, Profile, Ran
@@ -29,8 +29,30 @@ class _Place(NamedTuple):
     as a sum of each row."""
     whole: bool = False
     """Whether it stands for all passes, not for any of them; casts before and behind it are kernels of their own."""
+    of_keys: str = ""
+    """Where each pass has another such kernel, for keys: what the size of that one is. What a pass runs is spread over
+    both by their sizes."""
 
 
+class Attended(NamedTuple):
+    """What of a model and its micro-batches decides which kernels there are around attention."""
+
+    kv_share: float = 1.0
+    """Heads of keys to a head of queries."""
+    alone: bool = True
+    """Whether one sequence is computed at once."""
+
+    def part(self, counted: Counted, name: str) -> Part:
+        """Return a part as it is of such a model, where it was counted apart: with as many heads of keys (``-mha``), of
+        one sequence (``-alone``).
+        """
+        for mark, holds in (("-mha", self.kv_share == 1), ("-alone", self.alone)):
+            if holds and f"{name}{mark}" in counted.parts:
+                name += mark
+        return counted.part(name)
+
+
+_ONE_OF_ALL_HEADS = Attended()
 _PLACES: Mapping[str, tuple[_Place, ...]] = {
     "scores": (
         _Place("softmax", ("forward",), "tokens*sequence*heads"),
@@ -40,7 +62,7 @@ _PLACES: Mapping[str, tuple[_Place, ...]] = {
         _Place("rms_norm", ("forward",), "tokens*hidden"),
         _Place("rms_norm_backward", ("backward",), "tokens*hidden"),
     ),
-    "rotary": (_Place("rope", ("forward", "backward"), "tokens*heads*head_dim"),),  # keys are a kernel of their own
+    "rotary": (_Place("rope", ("forward", "backward"), "tokens*heads*head_dim", of_keys="tokens*kv_heads*head_dim"),),
     "mlp": (
         _Place("swiglu", ("forward",), "tokens*ffn"),
         _Place("swiglu_backward", ("backward",), "tokens*ffn"),
@@ -51,6 +73,7 @@ _PLACES: Mapping[str, tuple[_Place, ...]] = {
     "optimiser": (_Place("adamw", ("step",), "parameters"),),
 }
 _CLIPPING = _Place("square_sum", ("step",), "parameters")
+"""What is normed is scaled, whoever owns it: nanotron's ranks do both to all gradients (optim/clip_grads.py)."""
 
 
 _EAGER = {"norm": "transformers-llama:norm", "mlp": "transformers-llama:mlp"}
@@ -65,14 +88,21 @@ def beside_fused(software: Software) -> Kernels:
 
 
 def running(
-    profile: Profile | None, kernels: Kernels, said: str, chip: str, *, parallel: bool = False, margin: bool = False
+    profile: Profile | None,
+    kernels: Kernels,
+    said: str,
+    chip: str,
+    attended: Attended = _ONE_OF_ALL_HEADS,
+    *,
+    parallel: bool = False,
+    margin: bool = False,
 ) -> Profile | None:
     """Return a profile with the kernels of some software in the place of its own, and what that software is called: for
     the same ones always the same object, beside which its tables are kept. ``parallel``: whether products are split
     among tensor-parallel ranks; ``margin``: whether they leave SMs to what these send. Raises InputError where there
     are no figures of them.
     """
-    runs = runs_of(kernels)
+    runs = runs_of(kernels, attended)
     one_queue = parallel and kernels.connections == 1
     if profile is None:
         if runs or kernels.attention or kernels.issue or kernels.allocator or kernels.check_s or one_queue:
@@ -109,7 +139,7 @@ def _described(profile: Profile) -> dict[object, Profile]:  # noqa: ARG001 - bes
     return {}
 
 
-def runs_of(kernels: Kernels) -> dict[str, tuple[Ran, ...]]:
+def runs_of(kernels: Kernels, attended: Attended = _ONE_OF_ALL_HEADS) -> dict[str, tuple[Ran, ...]]:
     """Return what was counted of some kernels, by the kernel of a schedule in whose place it runs. Raises InputError
     for a table or part that there is none of.
     """
@@ -117,27 +147,24 @@ def runs_of(kernels: Kernels) -> dict[str, tuple[Ran, ...]]:
     for field, places in _PLACES.items():
         if stated := getattr(kernels, field):
             for place in places:
-                found[place.kernel] = tuple(ran for _, ran in _ran(field, stated, place))
+                found[place.kernel] = tuple(ran for _, ran in _ran(field, stated, place, attended))
     if kernels.clipping:
-        ran = _ran("clipping", kernels.clipping, _CLIPPING)
-        found[_CLIPPING.kernel] = tuple(ran for one, ran in ran if _CLIPPING.elements not in one.writes)
-        scaling = tuple(ran for one, ran in ran if _CLIPPING.elements in one.writes)
-        found["adamw"] = (*scaling, *found.get("adamw", ()))
+        found[_CLIPPING.kernel] = tuple(ran for _, ran in _ran("clipping", kernels.clipping, _CLIPPING, attended))
     return found
 
 
-def _ran(field: str, stated: str, place: _Place) -> list[tuple[Kernel, Ran]]:
+def _ran(field: str, stated: str, place: _Place, attended: Attended) -> list[tuple[Kernel, Ran]]:
     """Return the kernels of parts that pass over all elements of the kernel in whose place they run."""
     found = []
     for one in stated.split("+"):
         table, colon, part = one.partition(":")
         if not colon:
             raise InputError(f"`software` kernels.{field}={stated}: expected TABLE:PART, as transformers-llama:norm")
-        counted = load_counted(table).part(part)
+        counted = attended.part(load_counted(table), part)
         kernels = [kernel for name in place.passes for kernel in getattr(counted, name).kernels]
         kernels = [kernel for kernel in kernels if not place.whole or kernel.kernel != "_to_copy"]
-        turns = 1 if place.whole else len(place.passes)
-        passing = [(kernel, each) for kernel in kernels if (each := _bytes_per_element(kernel, place.elements))]
+        turns = 1 if place.whole else len(place.passes) * (2 if place.of_keys else 1)
+        passing = [(kernel, each) for kernel in kernels if (each := _bytes_per_element(kernel, place, attended))]
         if not passing:
             raise InputError(
                 f"`software` kernels.{field}={stated}: {one} runs nothing that passes over {place.elements}; name "
@@ -147,8 +174,16 @@ def _ran(field: str, stated: str, place: _Place) -> list[tuple[Kernel, Ran]]:
     return found
 
 
-def _bytes_per_element(kernel: Kernel, elements: str) -> float:
-    return kernel.reads.get(elements, 0.0) + kernel.writes.get(elements, 0.0)
+def _bytes_per_element(kernel: Kernel, place: _Place, attended: Attended) -> float:
+    """Return what a kernel moves for each element in whose place it runs; where two share it by their elements, and
+    its launches half and half, for each of the mean of both.
+    """
+    of_own, of_keys = (
+        kernel.reads.get(elements, 0.0) + kernel.writes.get(elements, 0.0)
+        for elements in (place.elements, place.of_keys)
+    )
+    share = attended.kv_share
+    return 2 * (of_own + share * of_keys) / (1 + share) if place.of_keys else of_own
 
 
 def _as_ran(kernel: Kernel, bytes_per_element: float, turns: int) -> Ran:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sim.base.errors import InputError
+from sim.words.stage_layers import written_out
 
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 Sharding = Literal["sequence", "document"]
@@ -195,8 +196,8 @@ class LayerOptions:
     pipeline_chunks: int = 1
     """Chunks of layers that each stage has, a round of all stages apart, where the schedule does not say how many."""
     pipeline_layers: str = ""
-    """How many layers each chunk has, in the order of the model, as 15,16,16,15, or as many each. The first one has the
-    embedding, too, and the last one the head and the loss."""
+    """How many layers each chunk has, in the order of the model, as 15,16,16,15, or 0,1*126,0 for 126 of one between
+    two without; or as many each. The first one has the embedding, too, and the last one the head and the loss."""
     host_waits: Literal["never", "micro-batch", "messages"] = "never"
     """Whether the host waits before each further micro-batch for all that it has issued, as where inputs are brought by
     a blocking copy (nanotron 0.4 dataloader.py, sanity_check_dataloader) or a loss is looked at (transformers 4.57.6
@@ -223,6 +224,10 @@ class LayerOptions:
     def adds_narrow(self) -> bool:
         """Whether gradients of micro-batches add up in the model's data type."""
         return self.accumulate_in == "model" and self.reduce == "model"
+
+    def __post_init__(self) -> None:
+        """Write out products in a text of layers, so that a schedule has one way to say it, and one hash."""
+        object.__setattr__(self, "pipeline_layers", written_out(self.pipeline_layers))
 
     @property
     def cuts_sums(self) -> bool:

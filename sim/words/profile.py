@@ -23,6 +23,7 @@ from sim.words.workload import Dtype
 
 Condition = Literal["idle", "busy"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+SmallSeconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 Factor = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Amount = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -141,6 +142,11 @@ class Issue(_Data, frozen=True, kw_only=True, omit_defaults=True):
     """Kernels that it launches, each for the GPU's ``launch_s``."""
     kernels: Amount = 0
     """Eager kernels of which it consists, each for what one of its own costs (``kernel``)."""
+
+    @property
+    def launched(self) -> int:
+        """Kernels that the GPU runs."""
+        return self.launches + self.kernels
 
 
 class Eager(_Data, frozen=True, kw_only=True):
@@ -279,9 +285,11 @@ class Profile(_Data, frozen=True, kw_only=True, omit_defaults=True, weakref=True
     persistent: dict[str, Annotated[float, msgspec.Meta(gt=0, le=1)]] = {}
     """By kernel whose grid has a block per SM, each with a fixed share of the work: for each SM that is held when it
     begins, by how much of that time it ends later. Other grids hand out their blocks to any SM."""
-    replayed_s: Seconds | None = None
+    replayed_s: SmallSeconds | None = None
     """Of a small kernel, from one to the next in a CUDA graph, whose launches cost the host nothing: what
-    ``--set cluster.gpu.launch_s`` may come down to."""
+    ``--set cluster.gpu.launch_s`` may come down to, and what each kernel without points takes beside its bytes."""
+    replayed: Spread | None = None
+    """Bounds of that, as factors, in intervals."""
     issue: dict[str, Issue] = {}
     """Ops that cost the host more than one launch, by kernel or kind of communication. ``kernel``: any eager kernel
     that is not named; ``call``: a send or receive by itself; ``exchange``: a grouped call, ``message``: each in it."""
@@ -339,6 +347,19 @@ def at_rates(profile: Profile, rates: Rates) -> Profile:
 @kept
 def _rated(profile: Profile) -> dict[Rates, Profile]:
     return {rates: msgspec.structs.replace(profile, rates=rates) for rates in get_args(Rates)}
+
+
+def with_replayed(profile: Profile, replayed_s: float) -> Profile:
+    """Return a profile whose small kernels take other seconds: for the same ones always the same object."""
+    known = _replaying(profile)
+    if replayed_s not in known:
+        known[replayed_s] = msgspec.structs.replace(profile, replayed_s=replayed_s)
+    return known[replayed_s]
+
+
+@kept
+def _replaying(profile: Profile) -> dict[float, Profile]:  # noqa: ARG001 - beside which they are kept
+    return {}
 
 
 def profile_folder() -> Path:

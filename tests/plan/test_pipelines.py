@@ -188,11 +188,11 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     """
     several = SMALL.replace(schedule="ulysses", layers=6, global_batch=4, set={"schedule.zero_stage": 3})
     found = families(several)
+    orders = ("1f1b", "interleaved, pipeline_chunks 3", "zb-h1")
     assert {one.named for one in found if one.setup.pp_degree > 1} == {
-        "ulysses (U 2, PP 2, pipeline_schedule 1f1b)",
-        "ulysses (U 2, PP 2, pipeline_schedule zb-h1)",
-        "ulysses (PP 2, 2 replicas, pipeline_schedule 1f1b)",
-        "ulysses (PP 2, 2 replicas, pipeline_schedule zb-h1)",
+        f"ulysses ({degrees}, pipeline_schedule {order})"
+        for degrees in ("U 2, PP 2", "PP 2, 2 replicas")
+        for order in orders
     }
     assert {one.setup.resolved().mesh.size for one in found} == {4}
     chunks = [one for one in families(several.replace(layers=8)) if "pipeline_chunks 2" in one.named]
@@ -210,21 +210,39 @@ def test_stages_are_tried_where_micro_batches_fill_them() -> None:
     }
 
 
+def test_chunks_are_tried_while_stages_wait_long() -> None:
+    """Twice as many and more, up to a layer each, where the first and the last one may have none; also where the order
+    is said. With many micro-batches two are enough.
+    """
+    several = SMALL.replace(schedule="ulysses", layers=30, pp_degree=4, ulysses_degree=1, global_batch=4)
+
+    def tried(**changes: Any) -> dict[int, list[int]]:
+        found = [one.setup.resolved().options for one in families(several.replace(**changes))]
+        chunked = {one.pipeline_chunks: one.pipeline_layers for one in found if one.pipeline_schedule == "interleaved"}
+        return {chunks: [int(layers) for layers in cut.split(",")] for chunks, cut in chunked.items()}
+
+    all_of_them = {2: [3, *[4] * 6, 3], 4: [1, *[2] * 14, 1], 8: [0, *[1] * 30, 0]}
+    assert tried() == all_of_them
+    assert tried(set={"schedule.pipeline_schedule": "interleaved"}) == all_of_them
+    assert tried(set={"schedule.pipeline_schedule": "interleaved", "schedule.pipeline_chunks": 4}).keys() == {4}
+    assert tried(global_batch=40).keys() == {2, 4}
+    assert tried(global_batch=80).keys() == {2}
+    assert tried(global_batch=6) == {}, "micro-batches go in rounds of as many as there are stages"
+
+
 def test_stages_of_unequal_layers_are_tried_where_these_do_not_divide() -> None:
     """One cut for each number of chunks, in the setup of its family; one fewer at both ends. A cut that makes most
     stages wait is tried only where it is asked for, and what is fixed is kept.
     """
     several = SMALL.replace(schedule="ulysses", layers=30, global_batch=4)
     cuts = {one.named: one.setup.resolved().options for one in families(several) if one.setup.pp_degree == 4}
-    assert {name: one.pipeline_layers for name, one in cuts.items()} == {
+    assert {name: one.pipeline_layers for name, one in cuts.items() if one.pipeline_chunks <= 2} == {
         "ulysses (PP 4, pipeline_schedule 1f1b, pipeline_layers 7,8,8,7)": "7,8,8,7",
-        "ulysses (PP 4, pipeline_schedule interleaved, pipeline_chunks 2, pipeline_layers 3,4,4,4,4,4,4,3)": (
-            "3,4,4,4,4,4,4,3"
-        ),
+        "ulysses (PP 4, pipeline_schedule interleaved, pipeline_chunks 2, pipeline_layers 3,4*6,3)": "3,4,4,4,4,4,4,3",
         "ulysses (PP 4, pipeline_schedule zb-h1, pipeline_layers 7,8,8,7)": "7,8,8,7",
     }
     halves = [one.setup.resolved().options for one in families(several) if one.setup.pp_degree == 2]
-    assert {one.pipeline_layers for one in halves} == {""}
+    assert {one.pipeline_layers for one in halves if one.pipeline_chunks == 1} == {""}
     for text, layers in (("schedule", "7,8,8,7"), ("layers", "6,8,8,8")):
         fixed = several.replace(set={f"schedule.pipeline_{text}": "gpipe" if text == "schedule" else layers})
         (one,) = [one for one in families(fixed) if one.setup.pp_degree == 4]

@@ -18,7 +18,7 @@ from sim.setup.answers.answer import rests_on
 from sim.setup.setup import Setup
 from sim.setup.unnamed_software import SLOWEST, slowest
 from sim.software.counted import load_counted
-from sim.software.kernels import running, runs_of
+from sim.software.kernels import Attended, running, runs_of
 from sim.software.software import Kernels, Software, load_software, software_names
 from sim.words.profile import load_profile
 from sim.words.workload import DTYPE_BYTES
@@ -72,7 +72,7 @@ def test_what_ships_is_played_and_every_field_has_its_source(name: str) -> None:
 
 def test_kernels_of_a_norm_take_what_their_bytes_take_at_the_rate_of_the_memory() -> None:
     """36 bytes an element in 8 kernels of which 6 pass over all elements, the other two over one number a row. Casts
-    and the product with weights, 16 of these bytes, read one element at a time.
+    and the product with weights, 16 of these bytes, read one element at a time. Each of the 6 waits in a queue.
     """
     profile = load_profile("h100-sxm")
     eager = running(profile, NORM, "eager", "H100-SXM")
@@ -83,7 +83,8 @@ def test_kernels_of_a_norm_take_what_their_bytes_take_at_the_rate_of_the_memory(
     use = KernelUse("rms_norm", "", "bf16", (2**24,), 4 * 2**24, 4 * 2**24)
     seconds, note = cost.kernel_seconds(0, use)
     longer = 20 + 16 * profile.elementwise["scattered"]
-    assert seconds == pytest.approx(longer * 2**24 / (cluster.hbm.bytes_per_s * profile.memory_efficiency))
+    moved_s = longer * 2**24 / (cluster.hbm.bytes_per_s * profile.memory_efficiency)
+    assert seconds == pytest.approx(moved_s + 6 * (profile.replayed_s or 0))
     assert "elementwise" in note
     launches = sum(one.launches for one in runs_of(NORM)["rms_norm"])
     assert launches == 6
@@ -91,11 +92,29 @@ def test_kernels_of_a_norm_take_what_their_bytes_take_at_the_rate_of_the_memory(
     assert cost.issue_s(norm, use) == pytest.approx(launches * CostModel(Cluster(cluster), profile).issue_s(norm, use))
 
 
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kv_share", [1.0, 0.25])
+def test_copies_of_queries_keys_and_values_are_all_made(kv_share: float, alone: bool) -> None:
+    """By hand, bytes of nanotron's passes by element of queries: with as many keys all three are copied (12), keys and
+    values joined (8) and transposed (8), on the way back joined (8), all three stacked (12) and transposed (12). With
+    fewer, queries are copied (4), both others each (8), joined and transposed (16), and back joined (8), with queries
+    (4 and 8). Both embeddings are 4 each way, and one of several sequences has a copy of 4 each way at o_proj.
+    """
+    kernels = Kernels(rotary="nanotron:rotary+nanotron:attention")
+    copied = 60 if kv_share == 1 else 8 + 40 * kv_share
+    rotated, output = 8 + 8 * kv_share, 0 if alone else 8
+    runs = runs_of(kernels, Attended(kv_share, alone))["rope"]
+    each_way = (1 + kv_share) * sum(one.launches * one.bytes_per_element for one in runs)
+    assert 2 * each_way == pytest.approx(copied + rotated + output)
+    launches = (4 + 3 + 3 if kv_share == 1 else 4 + 5 + 2) + (0 if alone else 2)
+    assert 4 * sum(one.launches for one in runs) == pytest.approx(launches)
+
+
 def test_the_step_of_an_optimiser_with_its_clipping() -> None:
     """Fused AdamW reads and writes 28 bytes a parameter; clipping before it reads 4 for the norm, and scales, 8."""
     kernels = Kernels(optimiser="torch-optimisers:adamw-fused-fp32", clipping="torch-optimisers:clip-fp32")
     bytes_each = {name: [one.bytes_per_element for one in run] for name, run in runs_of(kernels).items()}
-    assert bytes_each == {"adamw": [8, 28], "square_sum": [4]}
+    assert bytes_each == {"adamw": [28], "square_sum": [4, 8]}
     with pytest.raises(ValueError, match="clipping=x without optimiser"):
         Kernels(clipping="x")
 
@@ -113,6 +132,7 @@ def test_what_gradients_go_through_before_they_are_summed(reduce: str, packed: i
     assert profile is not None
     costs = CostModel(Cluster(load_cluster("hgx-h100")), profile)
     longer = (run + 6 * (profile.elementwise["scattered"] - 1) * (reduce == "fp32")) / packed
+    queued_s = profile.replayed_s or 0
     program = make_step("single", 1, step(dtype="bf16"), reduce=reduce).schedule.program(0)
     packs = [(op, use) for op, use in zip(program.ops, kernel_uses(program), strict=True) if isinstance(op, Pack)]
     assert packs
@@ -121,8 +141,25 @@ def test_what_gradients_go_through_before_they_are_summed(reduce: str, packed: i
         assert use.kernel == "copy"
         alone = use._replace(packs=("", 0))
         assert use.hbm_bytes == alone.hbm_bytes == packed * op.flat.shape[0]
-        assert costs.kernel_seconds(0, use)[0] == pytest.approx(longer * costs.kernel_seconds(0, alone)[0])
+        moved_s, alone_s = (costs.kernel_seconds(0, one)[0] for one in (use, alone))
+        assert moved_s - 3 * queued_s == pytest.approx(longer * (alone_s - queued_s))
         assert costs.issue_s(op, use) == pytest.approx(3 * costs.issue_s(op, alone))
+
+
+def test_what_a_step_casts_is_told_from_what_it_copies() -> None:
+    """nanotron's step casts logits to fp32 and their gradient back, sums gradients in fp32, and copies new weights to
+    those in 16 bits; sums of the residual stream and what DDP copies to its buckets stay in 16 bits.
+    """
+    replicas = {"gpus": 2, "dp_degree": 2, "batch": 2, "set": {"schedule.micro_batches": 2}}
+    asked = {"model": "tiny", "cluster": "hgx-h100", "seq": "256", "scope": "step", "seeds": 1, "dtype": "bf16"}
+    program = longstep.predict("single", **asked | replicas, software="nanotron-ddp").checked.schedule.program(0)
+    cast = {True: set[str](), False: set[str]()}
+    for op, use in zip(program.ops, kernel_uses(program), strict=True):
+        if use is not None and use.kernel in {"copy", "accumulate"}:
+            cast[use.casts].add(type(op).__name__ + " " * bool(getattr(op, "adds", False)))
+            assert use.casts == (len({program.dtype(view) for view in (*op.reads, *op.writes)}) > 1)
+    assert {"Copy", "Unpack", "Pack ", "Accumulate"} <= cast[True]
+    assert "Accumulate" in cast[False]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

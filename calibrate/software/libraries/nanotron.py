@@ -108,12 +108,23 @@ def attention_mha(sizes: Sizes) -> Run:
     return _attention("heads", sizes)
 
 
-def _attention(kv_heads: str, sizes: Sizes) -> Run:
-    return run(functools.partial(_attended, kv_heads), sizes).without(run(functools.partial(_rotary, kv_heads), sizes))
+def attention_alone(sizes: Sizes) -> Run:
+    """Return what ``attention`` runs on one sequence at once."""
+    return _attention("kv_heads", sizes, alone=True)
 
 
-def _attended(kv_heads: str, sizes: Sizes) -> Ready:
-    attend, x = Attention(sizes, kv_heads=kv_heads), stream(sizes)
+def attention_mha_alone(sizes: Sizes) -> Run:
+    """Return what ``attention_mha`` runs on one sequence at once."""
+    return _attention("heads", sizes, alone=True)
+
+
+def _attention(kv_heads: str, sizes: Sizes, *, alone: bool = False) -> Run:
+    whole = run(functools.partial(_attended, kv_heads, alone), sizes)
+    return whole.without(run(functools.partial(_rotary, kv_heads), sizes))
+
+
+def _attended(kv_heads: str, alone: bool, sizes: Sizes) -> Ready:
+    attend, x = Attention(sizes, kv_heads=kv_heads, alone=alone), stream(sizes)
     return Ready(lambda: (attend(x),), (x,))
 
 
@@ -129,12 +140,16 @@ class Attention(torch.nn.Module):
         sizes: Sizes,
         *,
         kv_heads: str = "kv_heads",
+        alone: bool = False,
         column: Linear = functional.linear,
         row: Linear = functional.linear,
         flash: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """``sizes`` has the heads of this rank; ``flash`` takes what ``flash_attn_varlen_func`` does."""
+        """``sizes`` has the heads of this rank; ``flash`` takes what ``flash_attn_varlen_func`` does. ``alone``: the
+        output lies in memory as o_proj takes it, as that of one sequence does.
+        """
         super().__init__()
+        self._alone = alone
         self._batch, self._sequence, self._each = (sizes[name] for name in ("batch", "sequence", "head_dim"))
         self._heads, self._kv_heads = sizes["heads"], sizes[kv_heads]
         self._column, self._row, self._flash = column, row, flash or _flash
@@ -161,6 +176,8 @@ class Attention(torch.nn.Module):
             torch.cumsum(self._mask.sum(-1, dtype=torch.int32), dim=0, dtype=torch.int32, out=end[1:])
             ends.append(end)
         out = self._flash(q, k, v, *ends, sequence, sequence)
+        if self._alone:
+            return self._row(out.view(sequence, batch, self._heads * each), self.o)
         return self._row(out.contiguous().view(batch, sequence, self._heads * each).transpose(0, 1), self.o)
 
 

@@ -114,7 +114,7 @@ class Selection:
     pipelining writes it; the same as --set schedule.pipeline_schedule."""
     stages: OptionalText = None
     """How many layers each stage has, or each chunk of an interleaved one, as --set schedule.pipeline_layers:
-    15,16,16,15. By default all as many."""
+    15,16,16,15, or 0,1*126,0. By default all as many."""
     dp_degree: int = UntypedInt(1)
     """Data-parallel replicas: copies of the ranks, each with as many sequences of its own. By default one, or with
     --cp as many as the GPUs make."""

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from sim.engine.costs.kernel_table import KernelTable
 from sim.engine.costs.phases import OWN_COMPUTE, OWN_MEMORY, Activity, Flow, located
 from sim.engine.costs.series import Figures
-from sim.schedule.derive.kernels import ELEMENTWISE, KernelUse, in_place_of
+from sim.schedule.derive.kernels import ELEMENTWISE, SCATTERED, KernelUse, in_place_of
 from sim.schedule.ir.ops import Hold
 from sim.words.profile import SLICE_BACK, Profile
 from sim.words.workload import FLOATS
@@ -73,18 +73,36 @@ class KernelCosts:
             note = next((note for _, note, _ in found_each if note), "")
             return math.fsum(seconds * count for seconds, _, count in found_each), note
         now = Figures(peak, self._cluster.spec.hbm.bytes_per_s, sms=self._cluster.spec.gpu.sms)
+        longer = self._longer(use)
         found = self._table.seconds(use, now, self._cluster.spec.gpu.power_w) if self._table else None
-        if found:
+        if found and not (use.casts and longer > 1):  # points are of one data type
             return found
-        efficiency = self._profile.memory_efficiency if self._profile else 1.0
-        if self._profile and use.kernel == ELEMENTWISE:
-            efficiency /= math.prod(self._profile.elementwise.get(word, 1.0) for word in use.variant.split())
+        efficiency = (self._profile.memory_efficiency if self._profile else 1.0) / longer
         memory_s = self._moved(use) / (now.bytes_per_s * efficiency)
         seconds = max(use.flops / now.flops_per_s, memory_s)
         if not self._table:
             return seconds, ""
-        rate = "datasheet rate" if seconds > memory_s or efficiency == 1 else f"{efficiency:g} of the memory's rate"
-        return seconds, f"{use.kernel} {use.dtype}: not in the profile, {rate}"
+        rate = "datasheet rate" if seconds > memory_s or efficiency == 1 else f"{efficiency:.3g} of the memory's rate"
+        return self._queued_s(use) + seconds, f"{use.kernel} {use.dtype}: not in the profile, {rate}"
+
+    def _longer(self, use: KernelUse) -> float:
+        """Return how many times as long as its bytes a kernel takes that software runs as it is, by ``elementwise``."""
+        if self._profile is None:
+            return 1.0
+        words = use.variant.split() if use.kernel == ELEMENTWISE else [SCATTERED] if use.casts else []
+        return math.prod(self._profile.elementwise.get(word, 1.0) for word in words)
+
+    def _queued_s(self, use: KernelUse) -> float:
+        """Return what kernels without points take beside their work: each what a small one does behind another, to be
+        dispatched, fill the SMs and drain. Points have it in them, and nothing is launched for no bytes.
+        """
+        if not (self._profile and self._profile.replayed_s and use.hbm_bytes):
+            return 0.0
+        issue = self._profile.issue
+        of_one, of_back = issue.get(use.kernel), issue.get(SLICE_BACK)
+        launched = of_one.launched if of_one else 1
+        launched += of_back.launched if use.into_slice and of_back else 0
+        return launched * self._profile.replayed_s
 
     def run(self, use: KernelUse) -> tuple[tuple[KernelUse, float], ...]:
         """Return what is run where several kernels stand for one: of a loop, and in software that has it so, before

@@ -125,4 +125,5 @@ def _scaled(profile: Profile, bound: Bound, factors: dict[str, float]) -> Profil
         },
         eager=profile.eager and profile.eager.times(longer),
         check_s=profile.check_s * longer,
+        replayed_s=profile.replayed_s and profile.replayed_s * getattr(profile.replayed, bound, 1.0),
     )

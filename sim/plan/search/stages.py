@@ -14,18 +14,23 @@ from sim.setup import names
 from sim.setup.global_batch import divisors
 from sim.setup.setup import Setup
 from sim.words.mesh import Mesh
-from sim.words.options import OF_STAGES, LayerOptions
+from sim.words.options import LayerOptions
+from sim.words.stage_layers import layers_text
 
 ORDERS = ("1f1b", "interleaved", "zb-h1")
-"""In which stages take micro-batches where nobody names one; the second with ``CHUNKS`` of layers a stage."""
+"""In which stages take micro-batches where nobody names one; the second with several chunks of layers a stage."""
 CHUNKS = 2
+"""Of which stages with several have two at least. Twice as many halve what they wait, and double what they send."""
+WAIT = 0.02
+"""How many times the kernels of all layers stages wait with so many chunks, at least, for more of them to be tried:
+less is about what their hand-overs take."""
 STATES = "1"
 """Stage of ZeRO of pipelines that is tried beside FSDP: it gathers weights and sums gradients once a step, not for
 every micro-batch, and holds both whole (Megatron-LM's distributed optimiser). At stage 2 gradients are summed as by
 FSDP, at 0 each rank updates all weights: both are slower where stage 1 fits."""
-_WAITS: Mapping[str, float] = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1 / CHUNKS, "zb-h1": 1 / 3}
-"""How many passes of a micro-batch through each other stage a stage waits for at least, by the closed forms of papers
-(``timetables``): with chunks as many parts of one, and without gradients of weights, which are a third at most."""
+_WAITS: Mapping[str, float] = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 1.0, "zb-h1": 1 / 3}
+"""How many passes of a micro-batch through a chunk of each other stage a stage waits for at least, by the closed forms
+of papers (``timetables``): without gradients of weights, which are a third at most, in the last."""
 _SURE = 0.8
 """Which share of a stage's kernels lies between what it is handed and what it hands on: not what is computed again
 before, nor gradients of weights behind it. Assumed, and held by ``tests/plan/test_pipelines.py``."""
@@ -70,23 +75,47 @@ def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]
     if not hasattr(spelled.options, "pipeline_schedule"):
         yield Pipeline({})
         return
-    if fixed & {*OF_STAGES}:
+    if fixed & {"pipeline_chunks", "pipeline_layers"}:
         own = _unequal(layers, pp, spelled.options.pipeline_schedule, spelled.options.pipeline_chunks)
         yield Pipeline({} if "pipeline_layers" in fixed else own)
         return
-    for name in options.get("pipeline_schedule", ORDERS):
-        several = name in PIPELINES and PIPELINES[name].chunks is None
-        cut = _unequal(layers, pp, name, CHUNKS)
-        if several and (turns % pp or (layers % (CHUNKS * pp) and not cut)):
-            continue
-        chosen = {"pipeline_schedule": name} | ({"pipeline_chunks": str(CHUNKS)} if several else {})
-        sure = 0.0 if cut else _SURE  # what equal stages wait for a head is not sure of others
-        yield Pipeline({**chosen, **cut}, sure * waits(name, pp, turns))
+    orders = options.get("pipeline_schedule", ORDERS)
+    if said := "pipeline_schedule" in fixed:
+        orders = [spelled.options.pipeline_schedule]
+    for name in orders:
+        for chunks in _chunks(name, layers, pp, turns, asked=asked):
+            cut = _unequal(layers, pp, name, chunks)
+            order = {} if said else {"pipeline_schedule": name}
+            several = {"pipeline_chunks": str(chunks)} if chunks > 1 else {}
+            sure = 0.0 if cut else _SURE  # what equal stages wait for a head is not sure of others
+            yield Pipeline({**order, **several, **cut}, sure * waits(name, pp, turns, chunks))
 
 
-def waits(name: str, pp: int, turns: int) -> float:
+def waits(name: str, pp: int, turns: int, chunks: int) -> float:
     """Return how many times its kernels a stage waits in an order, by the closed forms; 0 where there is none."""
-    return _WAITS.get(name, 0.0) * (pp - 1) / turns
+    return _WAITS.get(name, 0.0) * (pp - 1) / turns / chunks
+
+
+def _chunks(name: str, layers: int, pp: int, turns: int, *, asked: bool = False) -> Iterator[int]:
+    """Yield how many chunks of layers each stage has in an order: 1 where that has no choice, or says it. Else numbers
+    that go up by a factor of two and more, while stages would still wait, of chunks that are equal or nearly so; of
+    stages that somebody ``asked`` for the least number whatever its chunks.
+
+    >>> [[*_chunks("interleaved", *of)] for of in ((80, 8, 8), (126, 16, 16), (80, 8, 512))]
+    [[2, 5, 10], [2, 4, 8], [2]]
+    """
+    if name not in PIPELINES or PIPELINES[name].chunks is not None:
+        yield 1
+        return
+    if turns % pp:
+        return
+    least = CHUNKS
+    for chunks in range(CHUNKS, -(-layers // pp) + 1):
+        if chunks >= least and (_is_near(layers, chunks * pp) or (asked and chunks == CHUNKS)):
+            yield chunks
+            if waits(name, pp, turns, chunks) < WAIT:
+                return
+            least = 2 * chunks
 
 
 def states(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]) -> list[Mapping[str, str]]:
@@ -102,17 +131,22 @@ def states(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]) -
 
 
 def _is_near(layers: int, chunks: int) -> bool:
-    """Return whether the largest of some chunks has few more layers than equal ones would."""
-    return chunks <= layers and max(nearly_equal(layers, chunks)) * chunks <= _UNEVEN * layers
+    """Return whether the largest of some chunks has few more layers than equal ones would, and no chunk is without any
+    but the first and the last one, which have the embedding and the head.
+    """
+    return chunks <= layers + 2 and max(nearly_equal(layers, chunks)) * chunks <= _UNEVEN * layers
 
 
 def _unequal(layers: int, pp: int, name: str, per_stage: int) -> Mapping[str, str]:
-    """Return the option that cuts layers that stages do not divide; none where these do, or have too few, or take
-    micro-batches in an order of a file. ``per_stage`` are chunks where the order does not say how many.
+    """Return the option that cuts layers that chunks do not divide; none where these do, or have too few, or stages
+    take micro-batches in an order of a file. ``per_stage`` are chunks where the order does not say how many.
     """
-    if layers % pp == 0 or name not in PIPELINES or layers < (chunks := pp * (PIPELINES[name].chunks or per_stage)):
+    if name not in PIPELINES:
         return {}
-    return {"pipeline_layers": ",".join(map(str, nearly_equal(layers, chunks)))}
+    chunks = pp * (PIPELINES[name].chunks or per_stage)
+    if layers % chunks == 0 or layers < chunks - 2:
+        return {}
+    return {"pipeline_layers": layers_text(nearly_equal(layers, chunks))}
 
 
 def _can_be_cut(setup: Setup) -> bool:

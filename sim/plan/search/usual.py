@@ -103,7 +103,8 @@ def _guessed_s(families: Sequence[Family], is_late: Callable[[], bool]) -> float
             fastest = Branch(family).fastest.setup
             least, found = least_of_rank(fastest), fastest.resolved()
             order = getattr(found.options, "pipeline_schedule", "")
-            idle_s = least.kernels_s * waits(order, found.mesh.pp, turns_of(found))
+            chunks = getattr(found.options, "pipeline_chunks", 1)
+            idle_s = least.kernels_s * waits(order, found.mesh.pp, turns_of(found), chunks)
             return (least.kernels_s + idle_s + least.states_s + least.links_s) / family.worth
     return inf
 
@@ -164,9 +165,9 @@ def _size(family: Family) -> int:
     return (family.setup.gpus or 1) // family.setup.dp_degree
 
 
-def unusual(family: Family) -> tuple[int, bool, bool, bool, int]:
+def unusual(family: Family) -> tuple[int, bool, bool, int, int]:
     """Return how unusual a family is: stages, shares of weights, its schedule, heads that are split between nodes,
-    stages whose weights are gathered for every micro-batch or whose layers are one chunk, few parts of heads.
+    stages whose weights are gathered for every micro-batch or whose layers are few chunks, few parts of heads.
     """
     name, ulysses = family.named.partition(" ")[0], family.setup.ulysses_degree or 1
     order = USUAL.index(name) if name in USUAL else len(USUAL)
@@ -175,5 +176,5 @@ def unusual(family: Family) -> tuple[int, bool, bool, bool, int]:
     between = ulysses * tp > per_node or "ring-inner" in family.named
     said = dict(names.pairs(family.setup.set))
     gathers = pp > 1 and said.get("schedule.zero_stage") != STATES
-    one_chunk = pp > 1 and said.get("schedule.pipeline_schedule") != "interleaved"
-    return order + len(USUAL) * (between + 2 * (pp > 1) + 2 * (tp > 1)), between, gathers, one_chunk, -ulysses
+    chunks = int(said.get("schedule.pipeline_chunks", 1))
+    return order + len(USUAL) * (between + 2 * (pp > 1) + 2 * (tp > 1)), between, gathers, -chunks, -ulysses

@@ -22,6 +22,7 @@ from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.masks import FULL, Band, DocumentBlock, RowBlock, Run, Span, count_pairs, moved_band
 from sim.schedule.ir.ops import (
+    Accumulate,
     AdamW,
     Attend,
     AttendBackward,
@@ -51,6 +52,7 @@ from sim.schedule.ir.ops import (
     StreamingKernel,
     TiledKernel,
     TiledMlpBackward,
+    Unpack,
 )
 from sim.schedule.ir.program import Program, alone
 from sim.words.options import AttentionName
@@ -85,6 +87,10 @@ class KernelUse(NamedTuple):
 
     packs: tuple[str, int] = ("", 0)
     """Of the copy that packs gradients, which of ``PACKS`` stands for it, and how many elements these have in all."""
+
+    casts: bool = False
+    """Whether a copy or a sum of tensors reads one data type and writes another: then ATen reads one element at a time,
+    as what is marked ``SCATTERED``."""
 
     @property
     def each(self) -> tuple[tuple[KernelUse, float], ...]:
@@ -264,7 +270,11 @@ def _streaming_use(op: StreamingKernel, program: Program) -> KernelUse:
     packs = ("", 0)
     if isinstance(op, Pack) and not op.adds:
         packs = (PACKS[program.dtype(op.flat) != program.dtype(first)], op.flat.shape[0])
-    return KernelUse(op.meta.kernel, variant, program.dtype(first), (elements,), flops, moved, in_part, packs=packs)
+    casts = isinstance(op, Copy | Unpack | Accumulate) or (isinstance(op, Pack) and bool(op.adds))
+    casts = casts and len({program.dtype(view) for view in (*op.reads, *op.writes)}) > 1
+    return KernelUse(
+        op.meta.kernel, variant, program.dtype(first), (elements,), flops, moved, in_part, packs=packs, casts=casts
+    )
 
 
 def _eager_loss(op: CrossEntropy, program: Program) -> KernelUse:

@@ -19,6 +19,7 @@ from sim.setup.stacks import stack_of
 from sim.software.attention import kernels_of
 from sim.software.software import load_software
 from sim.words.options import OF_GROUPS, OF_STEPS
+from sim.words.stage_layers import written_out
 
 CLUSTER = "hgx-h100"
 """What is asked where nobody says which GPUs there are: files of frameworks do not."""
@@ -109,7 +110,8 @@ class Writer:
         asked = Asked(model, setup.layers or model.num_layers, self.pp, named, self.facts, self._named)
         typed = dict(names.pairs(setup.set)).get("schedule.pipeline_layers")
         try:
-            found = CUTS[stages.cut](asked) if typed is None else (0,) * max(self.pp, len(typed.split(",")))
+            given = typed and written_out(typed).split(",")
+            found = (0,) * max(self.pp, len(given)) if given else CUTS[stages.cut](asked)
         except InputError as error:
             if not self.anyway:
                 raise

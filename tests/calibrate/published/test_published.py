@@ -20,7 +20,7 @@ import pytest
 
 from calibrate.held.leave_one_out import leave_one_out
 from calibrate.held.points import Predictor
-from calibrate.published import ATTENTION, PUBLISHED, elementwise, published
+from calibrate.published import ATTENTION, PUBLISHED, elementwise, published, queued
 from calibrate.published.curves import apart, work
 from calibrate.published.gpus import GPUS
 from calibrate.published.host import eager_host, eager_issue
@@ -347,6 +347,13 @@ def test_what_torch_takes_longer_for_a_collective_than_nccl() -> None:
     found = eager_issue(load_cluster("hgx-h200"))
     assert {found[kind].host_s for kind in COLLECTIVES} == {found["all_reduce"].host_s}
     assert found["all_reduce"].host_s + 2 * 2.5e-6 == pytest.approx(19e-6, rel=0.05)
+
+
+def test_how_far_sources_of_a_small_kernel_lie_apart() -> None:
+    """By hand: sums of 128 and 512 tokens take 4 and 13 us on A100, so 1 without tokens; 3 and 7 on H100, so 1.67."""
+    assert queued.OF_A100.apart == Spread(low=pytest.approx(1 / 1.4, rel=1e-4), high=pytest.approx(2.7 / 1.4, rel=1e-4))
+    assert queued.OF_HOPPER.apart == Spread(low=1.0, high=pytest.approx(2.5 / 1.3, rel=1e-4))
+    assert queued.Queued(1e-6, 1.2e-6, "h100").apart.high == pytest.approx(5 / 3, rel=1e-4)
 
 
 def test_what_keeps_elementwise_kernels_from_the_rate_of_memory() -> None:

@@ -18,14 +18,15 @@ from sim.engine.costs.kernel_table import KernelTable
 from sim.engine.costs.phases import Activity, Flow, Latency, Wait
 from sim.engine.costs.series import Figures, Series, Work
 from sim.engine.costs.transfer_table import waits_s
+from sim.engine.intervals.interval import _by_sources
 from sim.engine.play.fold import Fold
 from sim.engine.play.simulate import simulate
 from sim.engine.results.floors import floors
-from sim.schedule.derive.kernels import KernelUse, attention_use
+from sim.schedule.derive.kernels import SCATTERED, KernelUse, attention_use, in_place_of
 from sim.schedule.ir.masks import CAUSAL, FULL, DocumentBlock, Span
 from sim.schedule.ir.ops import AllGather, AllReduce, Exchange, Message
 from sim.schedule.ir.views import Split, View
-from sim.words.profile import SLICE_BACK, Issue, Machine, Point, Profile, load_profile
+from sim.words.profile import SLICE_BACK, Issue, Machine, Point, Profile, Spread, load_profile
 from sim.words.workload import Workload
 from tests.helpers import make_checked, make_cluster_spec, make_model
 from topology.cluster import Cluster, load_cluster
@@ -290,6 +291,48 @@ def test_a_merge_of_some_rows_copies_them_back_where_code_merges_out_of_place() 
     taken = {use: CostModel(Cluster(spec), eager).kernel_seconds(0, use)[0] for use in (half, whole)}
     assert taken[half] / (half.hbm_bytes / 1e6) == pytest.approx(4.6)
     assert taken[whole] / (whole.hbm_bytes / 1e6) == pytest.approx(3.8)
+
+
+def test_what_is_launched_without_points_takes_a_small_kernels_time_beside_its_bytes() -> None:
+    """By hand at 100 GB/s: 8 MB take 80 us, and 2 us more of a kernel in a queue, which faster memory leaves as they
+    are. Eager kernels that stand for one take it each, and so does what copies a slice back. A point has its own.
+    """
+    small = msgspec.structs.replace(
+        profile(attention_point(1024, 0.5)),
+        replayed_s=2e-6,
+        replayed=Spread(low=0.5, high=1.5),
+        issue={"merge": Issue(host_s=0, launches=0, kernels=9), SLICE_BACK: Issue(host_s=0, launches=0, kernels=2)},
+    )
+    copy = KernelUse("copy", "", "fp32", (10**6,), 0, 8 * 10**6)
+    three = KernelUse("swiglu", "eager", "fp32", (10**6,), 0, 0)
+    three = in_place_of(three, [("silu", "fp32", 8, 1), ("mul", "fp32", 8, 2)])
+    merge = copy._replace(kernel="merge")
+    takes_us = [(copy, 82), (three, 3 * 82), (merge, 98), (merge._replace(into_slice=True), 102)]
+    takes_us += [(copy._replace(hbm_bytes=0), 0), (attention(1024), attention(1024).flops / 1e12 / 0.5 * 1e6)]
+    model = CostModel(Cluster(SPEC), small)
+    assert [seconds(model.kernel(0, use)) * 1e6 for use, _ in takes_us] == pytest.approx([us for _, us in takes_us])
+    twice = CostModel(Cluster(override(SPEC, [("hbm.bytes_per_s", "*2")], "`set`")), small)
+    assert seconds(twice.kernel(0, copy)) == pytest.approx(42e-6)
+    ends = [CostModel(Cluster(SPEC), end) for end in _by_sources(small)]
+    assert [seconds(end.kernel(0, copy)) for end in ends] == pytest.approx([81e-6, 83e-6])
+    without = CostModel(Cluster(SPEC), None)
+    assert seconds(without.kernel(0, copy)) == pytest.approx(80e-6)
+
+
+def test_what_casts_reads_one_element_at_a_time() -> None:
+    """By hand at 100 GB/s: 60 MB take 600 us, and 1.3 times that where ATen casts, whatever points of sums there are.
+    Where nothing says how much longer it is, a sum is as measured.
+    """
+    ten_million = (10**7,)
+    sum_of_one = point("accumulate", ten_million, 1e-3, dtype="bf16", nbytes=6 * 10**7)
+    known = profile(sum_of_one)
+    slow = msgspec.structs.replace(known, elementwise={SCATTERED: 1.3})
+    copy = KernelUse("copy", "", "bf16", ten_million, 0, 6 * 10**7)
+    added = copy._replace(kernel="accumulate")
+    for profiled, expected_us in ((slow, [600, 780, 1000, 780]), (known, [600, 600, 1000, 1000])):
+        model = CostModel(Cluster(SPEC), profiled)
+        uses = [one._replace(casts=casts) for one in (copy, added) for casts in (False, True)]
+        assert [seconds(model.kernel(0, use)) * 1e6 for use in uses] == pytest.approx(expected_us)
 
 
 def test_a_data_type_that_the_measured_machine_has_no_peak_for_is_refused() -> None:

@@ -167,6 +167,12 @@ def test_layers_take_sustained_rates_and_attention_alone_those_of_short_runs() -
         assert found.interval.low_s < against.step_time_s < found.interval.high_s
 
 
+def test_what_a_small_kernel_takes_can_be_set() -> None:
+    none, some, most = (predicted(scope="layer", set={"profile.replayed_s": x}) for x in ("0", "*1", "*10"))
+    assert none.step_time_s < some.step_time_s < most.step_time_s
+    assert most.step_time_s - none.step_time_s == pytest.approx(10 * (some.step_time_s - none.step_time_s), rel=0.05)
+
+
 def test_a_gpu_with_a_lower_power_limit_is_slower() -> None:
     whole, capped = (predicted(scope="layer", set={"cluster.gpu.power_w": watts}) for watts in (1000, 750))
     assert 1.1 < capped.step_time_s / whole.step_time_s < (1000 / 750) ** 0.65
@@ -177,6 +183,8 @@ def test_a_gpu_with_a_lower_power_limit_is_slower() -> None:
     ("given", "message"),
     [
         ({"set": {"profile.rates": "fast"}}, "`set profile.rates`"),
+        ({"set": {"profile.replayed_s": "-1"}}, "profile.replayed_s=-1"),
+        ({"set": {"profile.replayed_s": "1e-6"}, "profile": "datasheet"}, "no such figure"),
         ({"set": {"profile.points": "1"}}, "profile.rates"),
         ({"set": {"profile.rates": "sustained"}, "profile": "datasheet"}, "short runs only"),
     ],

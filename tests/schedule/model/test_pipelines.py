@@ -329,6 +329,8 @@ def test_stages_that_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         (TWO, {"pipeline_layers": "2,2"}, "pipeline_layers=2,2: expected 2 numbers with commas that add up to 3"),
         (TWO, {"pipeline_layers": "a"}, "pipeline_layers=a: expected 2 numbers"),
         (TWO, {"pipeline_layers": "4,-1"}, "pipeline_layers=4,-1: expected 2 numbers"),
+        (TWO, {"pipeline_layers": "1*a"}, r"pipeline_layers=1\*a: expected 2 numbers"),
+        (TWO, {"pipeline_layers": "1*3"}, "pipeline_layers=1,1,1: expected 2 numbers"),
         (TWO, {}, "`layers` 3 do not divide over 2 chunks .* such as 2,1"),
         (
             TWO,
