@@ -28,6 +28,8 @@ _DOCUMENTS = 10_000
 
 CASES: dict[str, Setup] = {
     **{f"ring of {gpus}": _ATTENTION.replace(schedule="ring", gpus=gpus) for gpus in (64, 128, 256)},
+    **{f"zigzag of {gpus}": _ATTENTION.replace(schedule="zigzag", gpus=gpus) for gpus in (64, 128, 256)},
+    **{f"stripes of {gpus}": _ATTENTION.replace(schedule="striped", gpus=gpus) for gpus in (32, 64)},
     **{f"balanced ring of {gpus}": _ATTENTION.replace(schedule="balanced-ring", gpus=gpus) for gpus in (64, 128, 256)},
     **{
         f"ulysses of {gpus}": _ATTENTION.replace(schedule="ulysses", gpus=gpus, set=_MANY_HEADS)

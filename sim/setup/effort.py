@@ -27,6 +27,7 @@ from sim.schedule.derive.replicas import folds
 from sim.schedule.derive.roles import firsts, of_kinds, roles
 from sim.schedule.ir.ops import Collective, Exchange
 from sim.schedule.ir.program import Program, Schedule
+from sim.schedule.ir.stretches import Stretched
 from sim.schedule.methods.catalog import NAMED, Entry
 from sim.schedule.methods.hints import Hints
 from sim.words.mesh import Mesh
@@ -95,6 +96,8 @@ class Counts(NamedTuple):
     """That are played: lowered, played by each seed and for what bounds the step, and reported."""
     written: float
     """Of its fragments, each written and proved once however often it is called."""
+    again: float
+    """Of fragments that are stretches, which are said by columns, and proved abreast."""
     calls: float
     """Each a superstep of the proof."""
     members: float
@@ -103,10 +106,10 @@ class Counts(NamedTuple):
     """Ranks that it sends to, to each of which a way has to be found."""
 
 
-SECONDS = (9e-6, 65e-6, 70e-6, 28e-6, 500e-6, 3.5e-6)
-"""Of each of ``Counts``, and of a document between two members of a ring, whose block it cuts: what one core of an AMD
-EPYC took in Python 3.11 (``python -m experiments.recipes sizes``)."""
-BYTES = (0.55e3, 2.8e3, 0.5e3, 0.4e3, 17e3, 40.0)
+SECONDS = (9e-6, 65e-6, 10e-6, 70e-6, 28e-6, 500e-6, 3.5e-6, 11e-6)
+"""Of each of ``Counts``, of a document between two members of a ring, whose block it cuts, and of a stripe that one of
+them has seen in a step: what one core of an AMD EPYC took in Python 3.11 (``python -m experiments.recipes sizes``)."""
+BYTES = (0.55e3, 2.8e3, 1.6e3, 0.5e3, 0.4e3, 17e3, 40.0, 2.8e3)
 """Of memory, likewise."""
 PLAN_BYTES = 1e3
 """Of a document on a rank of a plan, likewise."""
@@ -124,6 +127,8 @@ class Sizes(NamedTuple):
     micro_batches: int
     documents: int
     """0 where there is one, whose masks and layouts are counted with the rest."""
+    striped: bool = False
+    """Whether a member's tokens lie apart, so that what it has seen of others is in as many pieces as they are."""
 
 
 class Effort(NamedTuple):
@@ -214,6 +219,7 @@ def sizes_of(asked: Asked) -> Sizes:
         layers=1 if workload.scope == "attention" else -(-workload.layers // asked.mesh.pp),
         micro_batches=getattr(options, "micro_batches", 1) if step else 1,
         documents=max(len(form.documents or ()) for form in workload.forms),
+        striped=getattr(options, "layout", None) == "striped",
     )
 
 
@@ -331,11 +337,13 @@ def _likeness(schedule: Schedule, *, folds_members: bool) -> Likeness:
 def _counted(schedule: Schedule) -> Counts:
     """Return what the program of a rank in the middle has."""
     program = _middle(schedule)
-    ops = [op for fragment in {call.fragment for call in program.calls} for op in fragment.ops]
+    fragments = {call.fragment for call in program.calls}
+    ops = [op for fragment in fragments for op in fragment.ops]
+    again = sum(len(fragment.ops) for fragment in fragments if isinstance(fragment.ops, Stretched))
     groups = {one.name: len(one.groups[0]) for one in schedule.header.communicators if one.groups}
     members = sum(groups[op.communicator] for op in ops if isinstance(op, Collective))
     peers = {message.peer for op in ops if isinstance(op, Exchange) for message in op.sends}
-    return Counts(program.num_ops, len(ops), len(program.calls), members, len(peers))
+    return Counts(program.num_ops, len(ops) - again, again, len(program.calls), members, len(peers))
 
 
 class Estimate(NamedTuple):
@@ -355,9 +363,9 @@ class Estimate(NamedTuple):
         ranks = self.ranks
         written, proved, played = growth.likeness.ranks(mesh) if ranks is None else (ranks,) * 3
         supersteps = proved if self.share == 1.0 else 0
-        times = Counts(ops=played, written=written, calls=supersteps, members=written, peers=played)
+        times = Counts(ops=played, written=written, again=written, calls=supersteps, members=written, peers=played)
         each = (count * ranks for count, ranks in zip(growth.at(sizes), times, strict=True))
-        counts = (*each, sizes.documents * mesh.ring**2)
+        counts = (*each, sizes.documents * mesh.ring**2, sizes.striped * mesh.ring**3)
         seconds = math.fsum(count * rate for count, rate in zip(counts, SECONDS, strict=True))
         nbytes = math.fsum(count * rate for count, rate in zip(counts, BYTES, strict=True))
         return Effort(round(counts[0]), START_S + self.share * seconds, START_BYTES + nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -56,8 +57,7 @@ class Formed(NamedTuple):
 
 def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> Formed:
     """Return ops by their forms; ``inputs`` are tensors by buffer, which are like no buffer that is none."""
-    like: dict[int, Hashable] = dict(enumerate(buffers))
-    like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
+    like = like_of(chain(range(len(buffers)), inputs), buffers, inputs)
     found: list[Form] = []
     numbers: dict[Hashable, int] = {}
     which, of_views = list[int](), list[int]()
@@ -69,6 +69,14 @@ def formed(ops: Iterable[Op], buffers: Sequence[Buffer], inputs: Mapping[int, st
         which.append(numbers[key])
         of_views += [view.buffer for view in views]
     return Formed(found, np.array(which, np.intp), np.array(of_views, np.intp))
+
+
+def like_of(numbers: Iterable[int], buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> dict[int, Hashable]:
+    """Return of buffers what those have in common that are like each other; None of what is no buffer."""
+    count = len(buffers)
+    like: dict[int, Hashable] = {number: buffers[number] if 0 <= number < count else None for number in numbers}
+    like.update({number: (like[number], tensor) for number, tensor in inputs.items() if number in like})
+    return like
 
 
 def form_of(op: Op, like: Mapping[int, Hashable], buffers: Sequence[Buffer]) -> Form:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -14,21 +15,20 @@ from sim.schedule.ir.views import Buffer
 
 def formed_of(ops: Stretched, buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> Formed:
     """Return ops by their forms, as ``forms.formed`` does."""
-    like: dict[int, Hashable] = dict(enumerate(buffers))
-    like.update({number: (like.get(number), tensor) for number, tensor in inputs.items()})
     kinds, starts = _kinds(buffers, inputs), _starts(ops)
-    counts = np.array([len(place.bound.stretch.views) for place in ops.places], np.int64)
-    begins, firsts = np.cumsum(counts) - counts, np.array([place.first for place in ops.places], np.int64)
+    counts = np.array([len(bound.stretch.views) for bound in ops.bounds], np.int64)[ops.which]
+    begins = np.cumsum(counts) - counts
     which, of_views = np.empty(len(ops), np.intp), np.empty(int(counts.sum()), np.intp)
     numbers: dict[Form, int] = {}
     first: list[int] = []
     for bound, places in ops.by_bound:
-        rows = _bound(bound, firsts[places])
-        of_views[begins[places][:, None] + np.arange(rows.shape[1])] = rows
-        inside = (rows >= 0) & (rows < len(buffers))
-        for some in _alike(kinds[np.where(inside, rows, -1)]):
+        firsts, stretch = ops.firsts[places], bound.stretch
+        of_views[begins[places][:, None] + np.arange(len(stretch.views))] = _bound(bound, firsts)
+        used = firsts[:, None] + stretch.used_own
+        inside = (used >= 0) & (used < len(buffers))
+        for some in _alike(kinds[np.where(inside, used, -1)]):
             own = places[some]
-            forms = bound.stretch.forms(ops.places[own[0]], like, buffers)
+            forms = stretch.forms(ops.place(own[0]), buffers, inputs)
             for at, form in enumerate(forms, int(starts[own[0]])):
                 if numbers.setdefault(form, len(first)) == len(first):
                     first.append(at)
@@ -58,22 +58,21 @@ def exchanges_of(ops: Stretched, formed: Formed) -> Exchanges:
 
 def peers_of(ops: Stretched) -> tuple[int, ...]:
     """Return the ranks that messages come from and go to, one after the other."""
-    known = {id(bound): [peer for some in bound.exchanged for peer in some] for bound, _ in ops.by_bound}
-    return tuple([peer for place in ops.places for peer in known[id(place.bound)]])
+    of_bounds = [[peer for some in bound.exchanged for peer in some] for bound in ops.bounds]
+    return tuple(chain.from_iterable([of_bounds[which] for which in ops.which.tolist()]))
 
 
 def _starts(ops: Stretched) -> Ints:
     """Return of each place the number of its first op."""
-    return np.array([0, *ops.ends[:-1]], np.int64)
+    return np.concatenate([[0], ops.ends[:-1]])
 
 
 def _bound(bound: Bound, firsts: Ints) -> Ints:
     """Return (places, views): the numbers of the buffers of all views, where own ones begin with these."""
-    views, given = bound.stretch.views, np.array(bound.given, np.int64)
-    rows = firsts[:, None] + (views - len(given))
-    are_given = (views >= 0) & (views < len(given))
-    rows[:, are_given] = given[views[are_given]]
-    return rows
+    stretch, given = bound.stretch, np.array(bound.given, np.int64)
+    one = stretch.views - len(given)
+    one[stretch.are_given] = given[stretch.views[stretch.are_given]]
+    return firsts[:, None] * ~stretch.are_given + one
 
 
 def _kinds(buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> Ints:

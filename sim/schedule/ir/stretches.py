@@ -8,10 +8,8 @@ kinds is found as arrays (``stretch_columns``); an op is made when somebody look
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +17,7 @@ import numpy as np
 
 from sim.schedule.ir.declare import rebound
 from sim.schedule.ir.exchanges import Ints
-from sim.schedule.ir.forms import Form, form_of, views_of
+from sim.schedule.ir.forms import Form, form_of, like_of, views_of
 from sim.schedule.ir.ops import Exchange, Message, Op
 from sim.schedule.ir.views import Buffer
 
@@ -40,6 +38,10 @@ class Stretch:
         """Its own."""
         self.views = np.array([view.buffer for op in self.ops for view in views_of(op)], np.int64)
         """The buffers of all views, one op after the other."""
+        self.are_given = (self.views >= 0) & (self.views < num_given)
+        """Of each view whether its buffer is given."""
+        self.used_own = np.unique(self.views[~self.are_given]) - num_given
+        """The buffers of all others, counted from the first of its own."""
         self.exchanges = [at for at, op in enumerate(self.ops) if isinstance(op, Exchange)]
         self._used = list(dict.fromkeys(self.views.tolist()))
         self._forms: dict[tuple[Hashable, ...], list[Form]] = {}
@@ -55,11 +57,12 @@ class Stretch:
         own = [with_peers(rebound(op, number), peers.index) for op in ops]
         return Stretch(own, [_start(op.label, label) for op in ops], len(given), buffers)
 
-    def forms(self, place: Again, like: Mapping[int, Hashable], buffers: Sequence[Buffer]) -> list[Form]:
-        """Return the forms of its ops at a place of a program with these buffers, which are ``like`` others: see
+    def forms(self, place: Again, buffers: Sequence[Buffer], inputs: Mapping[int, str]) -> list[Form]:
+        """Return the forms of its ops at a place of a program with these buffers, of which some are ``inputs``: see
         ``forms.formed``.
         """
-        key = tuple([like.get(number) for number in place.numbers(self._used)])
+        like = like_of(place.numbers(self._used), buffers, inputs)
+        key = tuple(like.values())
         if key not in self._forms:
             self._forms[key] = [form_of(op, like, buffers) for op in place.ops]
         return self._forms[key]
@@ -119,17 +122,32 @@ class Again(NamedTuple):
 
 
 class Stretched(Sequence[Op]):
-    """Ops by where their stretches are written."""
+    """Ops by where their stretches are written: places, one after the other, as columns."""
 
-    def __init__(self, places: Sequence[Again]) -> None:
-        self.places = places
-        sizes = [len(place.bound.stretch.ops) for place in places]
-        self.ends = list(accumulate(sizes))
+    def __init__(self, bounds: Sequence[Bound], which: Ints, firsts: Ints, labels: Sequence[str]) -> None:
+        self.bounds = bounds
+        """Those that stretches are bound to, in the order of their first places."""
+        self.which = which
+        """Of each place the number of its own."""
+        self.firsts = firsts
+        """Of each place the number of the first of its own buffers."""
+        self.labels = labels
+        self.ends = np.cumsum(np.array([len(one.stretch.ops) for one in bounds], np.int64)[which])
         """Up to which op each place goes."""
         self._made: dict[int, tuple[Op, ...]] = {}
 
+    def place(self, number: int) -> Again:
+        """Return a place."""
+        return Again(self.bounds[self.which[number]], self.labels[number], int(self.firsts[number]))
+
+    @property
+    def places(self) -> Iterator[Again]:
+        """All places."""
+        of_each = zip(self.which.tolist(), self.labels, self.firsts.tolist(), strict=True)
+        return (Again(self.bounds[which], label, first) for which, label, first in of_each)
+
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return int(self.ends[-1])
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
@@ -137,11 +155,11 @@ class Stretched(Sequence[Op]):
         index = at + len(self) if at < 0 else at
         if not 0 <= index < len(self):
             raise IndexError(at)
-        place = bisect_right(self.ends, index)
-        return self._of(place)[index - self.ends[place]]
+        place = int(self.ends.searchsorted(index, side="right"))
+        return self._of(place)[int(index - self.ends[place])]
 
     def __iter__(self) -> Iterator[Op]:
-        for place in range(len(self.places)):
+        for place in range(len(self.which)):
             yield from self._of(place)
 
     def __eq__(self, other: object) -> bool:
@@ -159,14 +177,13 @@ class Stretched(Sequence[Op]):
     @cached_property
     def by_bound(self) -> list[tuple[Bound, Ints]]:
         """What stretches are bound to, each with its places."""
-        found: dict[int, list[int]] = {}
-        for number, place in enumerate(self.places):
-            found.setdefault(id(place.bound), []).append(number)
-        return [(self.places[places[0]].bound, np.array(places, np.int64)) for places in found.values()]
+        order = np.argsort(self.which, kind="stable")
+        ends = np.cumsum(np.bincount(self.which, minlength=len(self.bounds)))
+        return list(zip(self.bounds, np.split(order, ends[:-1]), strict=True))
 
     def _of(self, place: int) -> tuple[Op, ...]:
         if place not in self._made:
-            self._made[place] = self.places[place].ops
+            self._made[place] = self.place(place).ops
         return self._made[place]
 
 
@@ -174,7 +191,12 @@ class Written:
     """Ops in the order in which they are written, by themselves and by stretches."""
 
     def __init__(self) -> None:
-        self._places: list[Again] = []
+        self._bounds: list[Bound] = []
+        self._numbers: dict[int, int] = {}
+        """Of what stretches are bound to, by identity."""
+        self._which: list[int] = []
+        self._firsts: list[int] = []
+        self._labels: list[str] = []
         self._count = 0
         self._single: list[Op] = []
         """Behind all places."""
@@ -186,26 +208,36 @@ class Written:
         """Append an op."""
         self._single.append(op)
 
-    def again(self, place: Again) -> None:
-        """Append the ops of a stretch."""
-        if not place.bound.stretch.ops:
+    def again(self, bounds: Sequence[Bound], firsts: Sequence[int], labels: Sequence[str]) -> None:
+        """Append the ops of stretches, whose own buffers begin with these."""
+        some = [at for at, bound in enumerate(bounds) if bound.stretch.ops]
+        if not some:
             return
         self._end()
-        self._places.append(place)
-        self._count += len(place.bound.stretch.ops)
+        number, known = self._numbers, self._bounds
+        for at in some:
+            bound = bounds[at]
+            which = number.setdefault(id(bound), len(known))
+            if which == len(known):
+                known.append(bound)
+            self._which.append(which)
+            self._count += len(bound.stretch.ops)
+        self._firsts += [firsts[at] for at in some]
+        self._labels += [labels[at] for at in some]
 
     def _end(self) -> None:
         if self._single:
             single, self._single = self._single, []
-            self.again(Again(Bound(Stretch(single, [None] * len(single)), ()), "", 0))
+            self.again([Bound(Stretch(single, [None] * len(single)), ())], [0], [""])
 
     @property
     def ops(self) -> Sequence[Op]:
         """What has been written."""
-        if not self._places:
+        if not self._which:
             return tuple(self._single)
         self._end()
-        return Stretched(self._places)
+        which, firsts = np.array(self._which, np.int64), np.array(self._firsts, np.int64)
+        return Stretched(self._bounds, which, firsts, self._labels)
 
 
 def peers_of(op: Op) -> list[int]:

@@ -9,23 +9,28 @@ the mask empties, but takes every hop; so with contiguous slices under a causal 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sim.base.errors import InputError
+from sim.schedule.ir.exchanges import Ints
 from sim.schedule.ir.layout import laid_out, num_tokens
 from sim.schedule.ir.masks import Tokens, mask_of
 from sim.schedule.ir.ops import Delta, Hold
 from sim.schedule.ir.program import Communicator, Schedule
+from sim.schedule.ir.stretches import Bound
 from sim.schedule.ir.views import View
 from sim.schedule.methods.torch_ring import TorchRing
 from sim.schedule.model.layer import AttentionPlan, build_around
 from sim.schedule.write.accumulate import Gradients, GradientSum, SoftmaxAccumulator, attend_backward, new_sums
 from sim.schedule.write.attention import Saved, Shard, all_heads, needs_forward
-from sim.schedule.write.blocks import Block, kept_blocks, keys_of
+from sim.schedule.write.blocks import Block, Met, keys_of, met
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.halves import Halves, HostMasks
 from sim.schedule.write.hops import Lane, MessageForm, hop, lane, to_send
@@ -169,6 +174,43 @@ class _Step(NamedTuple):
     """Where it hops to; nothing in the last step."""
 
 
+class _Tour(NamedTuple):
+    """The steps of a ring."""
+
+    what: str
+    """What travels."""
+    way: int
+    begin: tuple[View, ...]
+    """What is at hand first."""
+    slots: list[tuple[View, ...]]
+    """Where what arrives lies, by turns."""
+    numbers: Ints
+    """Of the steps."""
+    sources: Ints
+    """Of each step whose tensors are at hand."""
+
+    @property
+    def labels(self) -> list[str]:
+        """Of each step."""
+        return [f"{self.what}{source}" for source in self.sources.tolist()]
+
+    def step(self, number: int) -> _Step:
+        """Return a step."""
+        source, is_last = int(self.sources[number]), number == len(self.numbers) - 1
+        here = self.slots[(number - 1) % 2] if number else self.begin
+        return _Step(number, f"{self.what}{source}", source, self.way, here, () if is_last else self.slots[number % 2])
+
+    def kinds(self, met: Met) -> Ints:
+        """Return of each step the number of the blocks that are attended to in it."""
+        return np.array(met.which)[self.sources]
+
+    def codes(self, met: Met, flags: NDArray[np.bool_]) -> list[int]:
+        """Return of each step what tells it apart: its blocks, where it comes from and goes to, and a flag."""
+        numbers, last = self.numbers, len(self.numbers) - 1
+        ends = (numbers == 0) * 4 + (numbers == last) * 2 + numbers % 2
+        return ((self.kinds(met) * 8 + ends) * 2 + flags).tolist()  # type: ignore[no-any-return]
+
+
 class RingAttention:
     """Ring attention of one rank; ``layout[i]`` are the tokens of the i-th member of its ring, ``shard`` its own."""
 
@@ -189,16 +231,26 @@ class RingAttention:
 
     def forward(self, q: View, k: View, v: View) -> tuple[View, Saved]:
         """P - 1 hops of KV; every block is attended while the next KV is on its way."""
-        parts = sum(map(len, self._blocks_of))
-        softmax = SoftmaxAccumulator(self._b, q, num_parts=parts, always=self._options.sums == "published")
-        here: tuple[View, ...] = (k, v)
+        met = self._met
+        parts = np.array([len(blocks) for blocks in met.found])
+        always, num_parts = self._options.sums == "published", int(parts[list(met.which)].sum())
+        softmax = SoftmaxAccumulator(self._b, q, num_parts=num_parts, always=always)
         self._masks.begin(backward=False)
-        for step in self._tour((k, v), "kv"):
-            blocks, here = self._blocks_of[step.source], step.here
+        tour = self._tour((k, v), "kv")
+        counts = parts[tour.kinds(met)]
+        left = num_parts - np.cumsum(counts) + counts
+
+        def write(step: _Step) -> Bound | None:
+            blocks = met.found[met.which[step.source]]
+            softmax.left = int(left[step.number])
             key = "forward", keys_of(blocks), softmax.state(len(blocks))
-            if not self._again(step, key, softmax.views, partial(self._attend, softmax, blocks, step)):
+            bound, is_new = self._bound(step, key, softmax.views, partial(self._attend, softmax, blocks, step))
+            if not is_new:
                 softmax.skip(blocks)
-        at_hand = here if self._options.ring_backward == "kv-at-hand" else ()
+            return bound
+
+        self._walk(tour, tour.codes(met, left == counts), lambda: softmax.filled, write)
+        at_hand = tour.step(self._size - 1).here if self._options.ring_backward == "kv-at-hand" else ()
         return softmax.out, Saved(q, k, v, softmax.out, softmax.lse, at_hand)
 
     def _attend(self, softmax: SoftmaxAccumulator, blocks: Sequence[Block], step: _Step) -> None:
@@ -225,7 +277,7 @@ class RingAttention:
         hops = self._size - at_hand if self._size > 1 else 0
         self._masks.begin(backward=True)
 
-        def write(step: _Step, blocks: Sequence[Block]) -> None:
+        def attend(step: _Step, blocks: Sequence[Block]) -> None:
             operands = saved._replace(k=step.here[0], v=step.here[1])
             dk, dv = self._sums(names, pool[step.number % 2], parts[1:], empty=step.number == 0)
             for block in blocks:
@@ -234,11 +286,17 @@ class RingAttention:
             self._send_sums(step, hops, (dk, dv), pool)
 
         views = (*saved[:5], dout, *dq.views, *chain.from_iterable(pool), *made)
-        for step in self._tour(kv, "kv", way, first=int(at_hand)):
-            blocks = self._blocks_of[step.source]
+        tour, met = self._tour(kv, "kv", way, first=int(at_hand)), self._met
+
+        def write(step: _Step) -> Bound | None:
+            blocks = met.found[met.which[step.source]]
             key = "backward", step.number == 0, step.number < hops, step.number % 2, keys_of(blocks), dq.state
-            if not self._again(step, key, views, partial(write, step, blocks)):
+            bound, is_new = self._bound(step, key, views, partial(attend, step, blocks))
+            if not is_new:
                 dq.skip([block.rows for block in blocks])
+            return bound
+
+        self._walk(tour, tour.codes(met, tour.numbers < hops), lambda: dq.state, write)
         for here, there in zip(*pool, strict=True) if published and self._size == 1 else ():
             b.copy(here, there, "send to itself")
         dk, dv = self._sums(names, pool[max(hops, published) % 2], empty=False)
@@ -257,7 +315,7 @@ class RingAttention:
         pool = sum_slots(b, self._rings.behind, self._options, {"dq": saved.q}, self._size)
         hops = self._size if self._size > 1 else 0
 
-        def write(step: _Step, blocks: Sequence[Block]) -> None:
+        def attend(step: _Step, blocks: Sequence[Block]) -> None:
             q, dout_of, lse, delta_of = step.here
             (dq,) = self._sums(("dq",), pool[step.number % 2], empty=step.number == 0)
             for block in blocks:
@@ -266,29 +324,60 @@ class RingAttention:
             self._send_sums(step, hops, (dq,), pool)
 
         views = (*saved[:5], *dk.views, *dv.views, *chain.from_iterable(pool))
-        for step in self._tour((saved.q, dout, saved.lse, delta), "q"):
-            blocks = self._blocks(step.source, self._position)
+        tour, met = self._tour((saved.q, dout, saved.lse, delta), "q"), self._met_as_keys
+
+        def write(step: _Step) -> Bound | None:
+            blocks = met.found[met.which[step.source]]
             key = "queries", step.number == 0, step.number < hops, step.number % 2, keys_of(blocks), dk.state
-            if not self._again(step, key, views, partial(write, step, blocks)):
+            bound, is_new = self._bound(step, key, views, partial(attend, step, blocks))
+            if not is_new:
                 for total in (dk, dv):
                     total.skip([block.columns for block in blocks])
+            return bound
+
+        self._walk(tour, tour.codes(met, tour.numbers < hops), lambda: dk.state, write)
         (dq,) = self._sums(("dq",), pool[hops % 2], empty=False)
         return dq.finished("dq"), dk.finished("dk"), dv.finished("dv")
 
-    def _tour(self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0) -> Iterator[_Step]:
-        """Yield each step."""
+    def _tour(self, bundle: tuple[View, ...], what: str, way: int = 1, first: int = 0) -> _Tour:
+        """Return the steps of a bundle of views, if it travels ``way`` around and the ``first`` next one's are there
+        already.
+        """
         over = self._rings.on
         pool = travel_slots(self._b, over, bundle, what, self._size)
-        slots: list[tuple[View, ...]] = [
-            to_send(self._b, over, bundle, what) if pool else bundle,
-            *(pool[i % 2] for i in range(self._size - 1)),
-            (),
-        ]
-        for number, source in enumerate(self._sources(way, first)):
-            yield _Step(number, f"{what}{source}", source, way, slots[number], slots[number + 1])
+        begin = to_send(self._b, over, bundle, what) if pool else bundle
+        numbers = np.arange(self._size)
+        return _Tour(what, way, begin, pool, numbers, (self._position + first - way * numbers) % self._size)
 
-    def _again(self, step: _Step, key: Hashable, views: Sequence[View], write: Callable[[], None]) -> bool:
-        """Send on what is at hand, if it goes on, and write the rest of a step; see ``ProgramBuilder.again``."""
+    def _walk(
+        self, tour: _Tour, codes: Sequence[int], state: Callable[[], Hashable], write: Callable[[_Step], Bound | None]
+    ) -> None:
+        """Write all steps. Those of one code differ in labels only, while there is one state: what is filled of sums,
+        which grows. So the first of them is written for all.
+        """
+        known: dict[int, Bound] = {}
+        bounds = []
+        for number, code in enumerate(codes):
+            bound = known.get(code)
+            if bound is None:
+                before = state()
+                bound = write(tour.step(number))
+                if bound is None:
+                    continue  # nothing is written again
+                if state() == before:
+                    known[code] = bound
+                else:
+                    known.clear()
+            bounds.append(bound)
+        if bounds:
+            self._b.again_each(bounds, tour.labels)
+
+    def _bound(
+        self, step: _Step, key: Hashable, views: Sequence[View], write: Callable[[], None]
+    ) -> tuple[Bound | None, bool]:
+        """Return what sends on what is at hand, if it goes on, and writes the rest of a step; see
+        ``ProgramBuilder.bound``.
+        """
         on, behind = self._ends[step.way]
 
         def with_hop() -> None:
@@ -298,7 +387,7 @@ class RingAttention:
 
         named = key, bool(step.there), on.out, on.into, behind.out, behind.into
         views = (*step.here, *step.there, *views)
-        return self._b.again(named, views, step.label, with_hop, (on.target, on.source))
+        return self._b.bound(named, views, step.label, with_hop, (on.target, on.source))
 
     def _sums(
         self,
@@ -319,19 +408,19 @@ class RingAttention:
             here, there = pool[step.number % 2], pool[(step.number + 1) % 2]
             self._hop(self._rings.behind, here, there, step.way, f"send d{step.label}")
 
-    def _sources(self, way: int, first: int = 0) -> list[int]:
-        """Return whose tensors are at hand in each step, if they travel ``way`` around and the ``first`` next one's are
-        there already.
-        """
-        return [(self._position + first - way * step) % self._size for step in range(self._size)]
+    @cached_property
+    def _met(self) -> Met:
+        """What is attended to of the keys of each member."""
+        return self._met_by(are_keys=False)
 
     @cached_property
-    def _blocks_of(self) -> list[tuple[Block, ...]]:
-        """What is attended to of the keys of each member."""
-        return [self._blocks(self._position, source) for source in range(self._size)]
+    def _met_as_keys(self) -> Met:
+        """What the queries of each member attend to of the keys of this one."""
+        return self._met_by(are_keys=True)
 
-    def _blocks(self, queries: int, keys: int) -> tuple[Block, ...]:
-        return kept_blocks(self._mask, self._layout[queries], self._layout[keys], self._options.sharding)
+    def _met_by(self, *, are_keys: bool) -> Met:
+        own = self._layout[self._position]
+        return met(self._mask, own, tuple(self._layout), self._options.sharding, are_keys=are_keys)
 
     def _hop(self, over: Lane, here: Sequence[View], there: Sequence[View], way: int, label: str) -> None:
         hop(self._b, over, here, there, way, label, overlap=self._options.overlap)

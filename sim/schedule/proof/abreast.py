@@ -1,20 +1,21 @@
 """The proof of many ranks abreast: each begins an op at a time, and ops of one form are played as one.
 
-    ranks whose next op can begin ── those of one form, on contents of one outline ──> its rule, once, on many numbers
+    ranks whose next op can begin ── what each is given, and makes ──> values that are yet to be found
+    values as far from inputs ── those of one form, given contents of one outline ──> its rule, once, on many numbers
 
 Ranks of a ring do the same with tokens of their own, but each by itself: under a causal mask no two do as many ops. So
-ops are put together as they come, by what they are and what they are given, with numbers that are those of all
-(``many``). The rules are those of the proof rank by rank, and so is what begins when. It proves or declines: what is
-wrong with a schedule the proof rank by rank says.
+ops are put together by what they are and what they are given, with numbers that are those of all (``many``). What an
+op makes depends on nothing but what it is given when it begins, so it is found later: all blocks that a ring attends
+to are as far from its inputs, whenever their keys come by. The rules are those of the proof rank by rank, and so is
+what begins when. It proves or declines: what is wrong with a schedule the proof rank by rank says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sim.base.errors import ScheduleError
 from sim.schedule.derive.dependencies import Dependencies
@@ -27,10 +28,11 @@ from sim.schedule.ir.views import View
 from sim.schedule.proof.abstract import AbstractPlayer, check_output
 from sim.schedule.proof.abstract_memory import AbstractMemory, Held
 from sim.schedule.proof.contents import Unclassed
-from sim.schedule.proof.many import Apart, Ints
+from sim.schedule.proof.many import Ints
 from sim.schedule.proof.op_columns import MessageKind, messages_of, op_columns
-from sim.schedule.proof.outlines import NOTHING, Contents
+from sim.schedule.proof.outlines import NOTHING
 from sim.schedule.proof.owners import check_owners
+from sim.schedule.proof.values import Rule, Values
 
 FEW = 32
 """Ranks for which it is not worth its while."""
@@ -54,14 +56,9 @@ def is_proved_abreast(schedule: Schedule, matching: Matching, dependencies: list
 class _Played(NamedTuple):
     """A form, ready to be played on contents of many ranks."""
 
-    op: ops.Kernel
-    memory: AbstractMemory
+    rule: Rule
     places: Ints
     """Of each of its buffers the place of its first view among those of an op."""
-    lost: NDArray[np.bool_]
-    """Whether a buffer is written to as a whole before it is used: what it held does not matter."""
-    written: list[int]
-    """The buffers that it writes to."""
 
 
 class AbreastPlayer(AbstractPlayer):
@@ -78,13 +75,13 @@ class AbreastPlayer(AbstractPlayer):
         self._columns = op_columns(self._ranks, dependencies)
         self._forms = [self._played(form) for form in self._columns.forms]
         self._messages = messages_of(transfers, self._columns)
-        self._contents = Contents()
-        count = int(self._columns.first_buffer[-1])
-        self._outline, self._row = np.full(count, NOTHING, np.int64), np.zeros(count, np.int64)
+        self._values = Values()
+        self._moves = [self._moved(kind) for kind in self._messages.kinds]
+        self._held = np.full(int(self._columns.first_buffer[-1]), NOTHING, np.int64)
+        """The value of each buffer."""
         for first, program in zip(self._columns.first_buffer.tolist(), self._ranks, strict=False):
             for number in {port.view.buffer for port in program.inputs}:
-                at = slice(first + number, first + number + 1)
-                self._outline[at], self._row[at] = self._contents.put(self._given(program, number), 1)
+                self._held[first + number] = self._values.known(self._given(program, number))
 
     def _played(self, form: Form) -> _Played | None:
         """Return a form to be played; None where it does nothing to contents. Raises Unclassed for what is not played
@@ -98,7 +95,14 @@ class AbreastPlayer(AbstractPlayer):
         read, written = {view.buffer for view in op.reads}, {view.buffer for view in op.writes}
         whole = {view.buffer for view in op.writes if view.shape == program.buffers[view.buffer].shape}
         lost = [number in whole - read for number in range(len(form.buffers))]
-        return _Played(op, AbstractMemory(program, self._rules), np.array(form.places), np.array(lost), sorted(written))
+        rule = Rule(AbstractMemory(program, self._rules), partial(self._run, op=op), sorted(written), np.array(lost))
+        return _Played(rule, np.array(form.places))
+
+    def _moved(self, kind: MessageKind) -> Rule:
+        """Return what puts what is sent of a buffer in place of what another holds where it is received."""
+        memory = AbstractMemory(Program(rank=0, buffers=[kind.source, kind.target], ops=[]), self._rules)
+        sent, received = View(0, kind.sent), View(1, kind.received)
+        return Rule(memory, lambda own: own.copy(received, own, sent), [1], np.zeros(2, bool))
 
     def _given(self, program: Program, number: int) -> Held:
         """Return what a buffer of a rank holds at first."""
@@ -109,6 +113,7 @@ class AbreastPlayer(AbstractPlayer):
     def run(self) -> None:
         """Play to the end, then look at the outputs of every rank."""
         self.play()
+        self._values.find()
         for program in self._ranks:
             for port in program.outputs:
                 own = Program(rank=program.rank, buffers=[program.buffers[port.view.buffer]], ops=[])
@@ -119,8 +124,7 @@ class AbreastPlayer(AbstractPlayer):
 
     def held(self, rank: int, number: int) -> Held:
         """Return what a buffer of a rank holds."""
-        at = int(self._columns.first_buffer[rank]) + number
-        return self._contents.taken(int(self._outline[at]), self._row[at : at + 1])
+        return self._values.held(int(self._held[int(self._columns.first_buffer[rank]) + number]))
 
     def play(self) -> None:
         """Play to the end; raises Unclassed where ranks stand still."""
@@ -158,38 +162,14 @@ class AbreastPlayer(AbstractPlayer):
             raise Unclassed
 
     def _kernels(self, numbers: Ints) -> None:
-        """Play the kernels among some ops, one at most of each rank."""
+        """Ask for what the kernels among some ops make, one at most of each rank."""
         forms = self._columns.form[numbers]
         for form in np.unique(forms).tolist():
             played = self._forms[form]
             if played is not None:
                 views = self._columns.views[numbers[forms == form]]
-                self._run_alike(played, self._columns.buffers[views[:, None] + played.places])
-
-    def _run_alike(self, played: _Played, buffers: Ints) -> None:
-        """Play ops of one form, whose buffers are given, once for each outline of what these hold."""
-        outlines = np.where(played.lost, NOTHING, self._outline[buffers])
-        for alike, some in _alike(outlines, buffers):
-            self._run_on(played, alike, some)
-
-    def _run_on(self, played: _Played, outlines: list[int], buffers: Ints) -> None:
-        """Play ops of one form on buffers that hold contents of these outlines; in parts where ranks differ."""
-        left, memory = [buffers], played.memory
-        while left:
-            some = left.pop()
-            for number, (outline, rows) in enumerate(zip(outlines, self._row[some].T, strict=True)):
-                memory.hold(number, self._contents.taken(outline, rows))
-            try:
-                self._run(memory, played.op)
-            except Apart as apart:
-                left += [some[apart.where], some[~apart.where]]
-                continue
-            held = memory.held()
-            for number in played.written:
-                self._put(some[:, number], held[number])
-
-    def _put(self, buffers: Ints, held: Held) -> None:
-        self._outline[buffers], self._row[buffers] = self._contents.put(held, len(buffers))
+                buffers = self._columns.buffers[views[:, None] + played.places]
+                self._held[buffers[:, played.rule.written]] = self._values.asked(played.rule, self._held[buffers])
 
     def _transfers(self, numbers: Ints) -> None:
         """Carry out transfers, all first messages before all second ones."""
@@ -200,27 +180,10 @@ class AbreastPlayer(AbstractPlayer):
                 raise Unclassed
             for kind in np.unique(messages.kind[some]).tolist():
                 of_kind = some[messages.kind[some] == kind]
-                self._move(messages.kinds[kind], messages.out[of_kind], messages.into[of_kind])
-
-    def _move(self, kind: MessageKind, source: Ints, target: Ints) -> None:
-        """Put what is sent of some buffers in place of what others hold where it is received."""
-        if kind.is_whole and self._contents.is_full(self._outline[source]):
-            self._outline[target], self._row[target] = self._outline[source], self._row[source]
-            return
-        buffers = np.stack([source, target], axis=1)
-        for outlines, some in _alike(self._outline[buffers], buffers):
-            memory = AbstractMemory(Program(rank=0, buffers=[kind.source, kind.target], ops=[]), self._rules)
-            for number, (outline, rows) in enumerate(zip(outlines, self._row[some].T, strict=True)):
-                memory.hold(number, self._contents.taken(outline, rows))
-            memory.copy(View(1, kind.received), memory, View(0, kind.sent))
-            self._put(some[:, 1], memory.held()[1])
-
-
-def _alike(outlines: Ints, buffers: Ints) -> Iterator[tuple[list[int], Ints]]:
-    """Yield the rows that there are of outlines, each with those of buffers where it is."""
-    left = np.arange(len(outlines))
-    while len(left):
-        first = outlines[left[0]]
-        same = (outlines[left] == first).all(axis=1)
-        yield first.tolist(), buffers[left[same]]
-        left = left[~same]
+                source, target = messages.out[of_kind], messages.into[of_kind]
+                if messages.kinds[kind].is_whole:
+                    self._held[target] = self._held[source]
+                    self._values.require_full(self._held[source])
+                else:
+                    both = np.stack([self._held[source], self._held[target]], axis=1)
+                    self._held[target] = self._values.asked(self._moves[kind], both)[:, 0]

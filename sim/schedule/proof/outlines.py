@@ -15,7 +15,7 @@ import numpy as np
 from sim.schedule.ir.masks import Span
 from sim.schedule.proof.abstract_memory import Held
 from sim.schedule.proof.contents import Content, Piece, Unclassed
-from sim.schedule.proof.many import ROOM, Ints, Many, Number, many
+from sim.schedule.proof.many import ROOM, Ints, Many, Number
 
 
 class _Part(NamedTuple):
@@ -35,7 +35,7 @@ Outline = tuple[bool, tuple[_Part, ...]]
 NOTHING = 0
 """The number of the outline of what is not written yet, or does not matter."""
 _NOTHING = Held((), complete=False)
-_KEPT = 512
+_KEPT = 1 << 17
 """Rows that were put together as contents, as the operands of many kernels are, are kept while there are fewer."""
 
 
@@ -48,6 +48,7 @@ class Contents:
         self._outlines = [nothing]
         self._tables: list[_Table] = [_Table(0)]
         self._known: dict[tuple[int, bytes], Held] = {}
+        self._num_kept = 0
 
     def put(self, held: Held, count: int) -> tuple[int, Ints]:
         """Return the outline, and the rows, of what so many ranks hold."""
@@ -71,9 +72,11 @@ class Contents:
         return self._known[key]
 
     def _keep(self, key: tuple[int, bytes], held: Held) -> None:
-        if len(self._known) >= _KEPT:
+        if self._num_kept >= _KEPT:
             self._known.clear()
+            self._num_kept = 0
         self._known[key] = held
+        self._num_kept += len(key[1]) // 8
 
     def is_full(self, outlines: Ints) -> bool:
         """Return whether contents of each of these outlines are known to fill their buffer."""
@@ -102,7 +105,11 @@ class _Table:
 
     def numbers(self, rows: Ints) -> list[Number]:
         """Return what stands in some rows, column by column."""
-        return [many(each, self._low, self._high) for each in self._rows[:, rows]]
+        found = self._rows[:, rows]
+        alike = (found == found[:, :1]).all(axis=1).tolist()
+        return [
+            int(each[0]) if same else Many(each, self._low, self._high) for each, same in zip(found, alike, strict=True)
+        ]
 
 
 def _apart(held: Held) -> tuple[Outline, list[Number]]:
@@ -114,11 +121,12 @@ def _apart(held: Held) -> tuple[Outline, list[Number]]:
         values += [edge for start, stop, _ in spans for edge in (start, stop)]
         steps = tuple([step for _, _, step in spans])
         same = (*batch, *heads, *features, *steps, *(number for span in others for number in span))
-        if any(type(number) is not int for number in same):
+        if not set(map(type, same)) <= {int}:
             raise Unclassed
         place = (batch, _NOWHERE, heads, features)
         parts.append(_Part(Piece(box, Content(tensor, layer, place)), steps, others))
-    if any(type(value) is int and not -ROOM < value < ROOM for value in values):
+    plain = [value for value in values if type(value) is int]
+    if plain and not -ROOM < min(plain) <= max(plain) < ROOM:
         raise Unclassed
     return (held.complete, tuple(parts)), values
 

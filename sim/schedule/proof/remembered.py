@@ -98,10 +98,8 @@ class _Digests:
 
     def _of_stretches(self, ops: Stretched) -> bytes:
         """Return the digest of ops by what they are made of."""
-        bounds = [bound for bound, _ in ops.by_bound]
-        number = {id(bound): at for at, bound in enumerate(bounds)}
-        parts = [(self._of_part(bound.stretch.ops), bound.stretch.starts, *bound[1:]) for bound in bounds]
-        return _digest([parts, [(number[id(bound)], label, first) for bound, label, first in ops.places]])
+        parts = [(self._of_part(bound.stretch.ops), bound.stretch.starts, *bound[1:]) for bound in ops.bounds]
+        return _digest([parts, ops.which.tolist(), ops.firsts.tolist(), ops.labels])
 
 
 def _digest(thing: object) -> bytes:

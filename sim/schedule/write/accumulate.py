@@ -70,7 +70,8 @@ class SoftmaxAccumulator:
     ) -> None:
         self._b = builder
         self._q = q
-        self._left = num_parts
+        self.left = num_parts
+        """How many of these are yet to come."""
         self._filled = _Filled()
         _, tokens, heads, _ = q.shape
         self.out = builder.tensor("out", tokens, heads, category)
@@ -85,21 +86,26 @@ class SoftmaxAccumulator:
         """The queries, and where results lie."""
         return self._q, self.out, self.lse, self._sum
 
+    @property
+    def filled(self) -> Hashable:
+        """Which rows hold something yet."""
+        return self._filled.state
+
     def state(self, num_parts: int) -> Hashable:
         """Return what decides how so many parts are added, beside their rows and the views of this one."""
-        return self._filled.state, self._left == num_parts
+        return self.filled, self.left == num_parts
 
     def skip(self, blocks: Sequence[Block]) -> None:
         """Take it that blocks have been attended to."""
-        self._left -= len(blocks)
+        self.left -= len(blocks)
         for block in blocks:
             self._filled.take(block.rows)
 
     def attend(self, block: Block, k: View, v: View, label: str) -> None:
         """Attend to one more block of keys k, v; after the last part ``out`` and ``lse`` are complete."""
-        pieces, last = self._filled.take(block.rows), self._left == 1
+        pieces, last = self._filled.take(block.rows), self.left == 1
         views = (k, v, *self.views)
-        self._left -= 1
+        self.left -= 1
         self._b.again(
             ("attend", block.key, _key(pieces), last), views, label, lambda: self._attend(block, k, v, label, pieces)
         )
@@ -130,7 +136,7 @@ class SoftmaxAccumulator:
     def merge(self, part: tuple[View, View], label: str, rows: slice | None = None) -> None:
         """Merge a partial (out, lse) of some rows of the queries, by default all, that another rank has computed."""
         rows = rows or _all_rows(self._q)
-        self._left -= 1
+        self.left -= 1
         self._add(self._filled.take(rows), rows, part, label)
         self._finish()
 
@@ -155,7 +161,7 @@ class SoftmaxAccumulator:
                     b.copy(lse, into_lse, f"keep lse {label}")
 
     def _finish(self) -> None:
-        if self._left == 0 and self._sum is not self.out:
+        if self.left == 0 and self._sum is not self.out:
             self._b.copy(self._sum, self.out, "cast out")
 
 

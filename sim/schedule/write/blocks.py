@@ -13,8 +13,10 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec import UNSET
 
+from sim.schedule.ir.exchanges import Ints
 from sim.schedule.ir.masks import (
     FULL,
     Band,
@@ -83,9 +85,17 @@ Pairs = tuple[tuple[tuple[Span, Span], ...], ...]
 
 def _near(mask: Band, queries: Span, keys: Span) -> tuple[Span, Span]:
     """Return queries and keys of one stride of which a band keeps the same by their numbers, whichever positions they
-    have: they are no further apart than they can be before it keeps all of them, or none.
+    have.
     """
-    apart, num_rows, num_columns = queries.start - keys.start, queries.stop - queries.start, keys.stop - keys.start
+    low, high = _apart(mask, queries, keys)
+    start = min(max(queries.start - keys.start, low), high)
+    num_rows, num_columns = queries.stop - queries.start, keys.stop - keys.start
+    return Span(start, start + num_rows, queries.step), Span(0, num_columns, keys.step)
+
+
+def _apart(mask: Band, queries: Span, keys: Span) -> tuple[int, int]:
+    """Return how far queries can be before and behind keys of their stride before a band keeps all of them, or none."""
+    num_rows, num_columns = queries.stop - queries.start, keys.stop - keys.start
     low = high = 0
     if mask.right is not None:
         low = min(low, -mask.right - num_rows + queries.step - 1)
@@ -93,8 +103,7 @@ def _near(mask: Band, queries: Span, keys: Span) -> tuple[Span, Span]:
     if mask.left is not None:
         low = min(low, mask.left - num_rows + queries.step)
         high = max(high, num_columns - keys.step + mask.left + 1)
-    start = min(max(apart, low), high)
-    return Span(start, start + num_rows, queries.step), Span(0, num_columns, keys.step)
+    return low, high
 
 
 @lru_cache(maxsize=65536)
@@ -144,6 +153,64 @@ def kept_blocks(mask: Mask, queries: Tokens, keys: Tokens, sharding: Sharding) -
         for block in blocks(within, some, columns[document][0])
     ]
     return (together(found),) if found else ()
+
+
+class Met(NamedTuple):
+    """What one member of a ring attends to with each of all."""
+
+    which: Sequence[int]
+    """Per member the number of its blocks."""
+    found: Sequence[tuple[Block, ...]]
+    """All that differ."""
+
+
+def met(mask: Mask, own: Tokens, layout: tuple[Tokens, ...], sharding: Sharding, *, are_keys: bool = False) -> Met:
+    """Return the blocks of a member's queries, or keys, with those on the other side of each member."""
+    numbers: dict[Hashable, int] = {}
+    found: list[tuple[Block, ...]] = []
+    of_apart: dict[Hashable, int] = {}
+    which = []
+    for others, apart in zip(layout, _all_apart(mask, own, layout, are_keys=are_keys), strict=True):
+        if apart not in of_apart:
+            some = kept_blocks(mask, others, own, sharding) if are_keys else kept_blocks(mask, own, others, sharding)
+            number = of_apart[apart] = numbers.setdefault(keys_of(some), len(found))
+            if number == len(found):
+                found.append(some)
+        which.append(of_apart[apart])
+    return Met(which, found)
+
+
+def _all_apart(mask: Mask, own: Tokens, layout: tuple[Tokens, ...], *, are_keys: bool) -> Iterable[Hashable]:
+    """Return per member of a ring what decides on the blocks of its tokens with those of one of them."""
+    sides = _sides(layout)
+    if sides is None or not isinstance(mask, Band) or len({span.step for span in own} | {sides.step}) > 1:
+        return layout
+    others = [Span(0, size, sides.step) for size in sides.sizes]
+    ends = [[_apart(mask, other, one) if are_keys else _apart(mask, one, other) for one in own] for other in others]
+    low, high = np.moveaxis(np.array(ends, np.int64), -1, 0)
+    far = np.array([span.start for span in own]) - sides.starts[:, :, None]
+    return map(tuple, np.clip(-far if are_keys else far, low, high).reshape(len(layout), -1).tolist())
+
+
+class _Sides(NamedTuple):
+    """The tokens of members that all have as many spans, of as many tokens and of one stride."""
+
+    starts: Ints
+    """(members, spans)"""
+    sizes: tuple[int, ...]
+    """Of each span from its first position to behind its last one."""
+    step: int
+
+
+@lru_cache(maxsize=64)
+def _sides(layout: tuple[Tokens, ...]) -> _Sides | None:
+    """Return what members of a ring have in common; None where there is nothing."""
+    forms = {tuple([(span.stop - span.start, span.step) for span in tokens]) for tokens in layout}
+    steps = {step for form in forms for _, step in form}
+    if len(forms) > 1 or len(steps) != 1:
+        return None
+    starts = np.array([[span.start for span in tokens] for tokens in layout], np.int64)
+    return _Sides(starts, tuple([size for size, _ in forms.pop()]), steps.pop())
 
 
 def _by_document(mask: Documents, tokens: Tokens) -> Iterator[tuple[int, Tokens, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any, Literal, TypeVar, TypeVarTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from sim.schedule.ir.masks import ONE, Span, Tokens
 from sim.schedule.ir.ops import FETCH, OFFLOAD, Attend, AttendBackward, Copy, HostCopy, HostSync, Op, Part
 from sim.schedule.ir.program import Program
 from sim.schedule.ir.shares import Share
-from sim.schedule.ir.stretches import Again, Bound, Stretch, Written
+from sim.schedule.ir.stretches import Bound, Stretch, Written
 from sim.schedule.ir.tensors import Kind, Tensor, dtype_of
 from sim.schedule.ir.views import Buffer, Category, Split, View, parts_are_contiguous
 from sim.schedule.write.nests import flatten, mapped
@@ -230,24 +231,36 @@ class ProgramBuilder:
 
     def again(
         self, key: Hashable, views: Sequence[View], label: str, write: Callable[[], None], peers: tuple[int, ...] = ()
-    ) -> bool:
-        """Write what ``write`` does, which adds buffers and ops on these views and on buffers of its own, and sends to
-        these peers: once for all stretches with the same key, pass and sequences whose views are the same, of buffers
-        that are alike. So it may depend on nothing else but the label, and on that in ends of labels only. Return
-        whether it was run.
+    ) -> None:
+        """Write what ``write`` does under a label, which may have been written before: see ``bound``."""
+        bound, _ = self.bound(key, views, label, write, peers)
+        if bound is not None:
+            self.again_each([bound], [label])
+
+    def again_each(self, bounds: Sequence[Bound], labels: Sequence[str]) -> None:
+        """Write stretches under labels, one after the other."""
+        owned = [bound.stretch.buffers for bound in bounds]
+        firsts = accumulate(map(len, owned), initial=len(self._buffers))
+        self._writing.ops.again(bounds, list(firsts)[:-1], labels)
+        self._buffers += chain.from_iterable(owned)
+
+    def bound(
+        self, key: Hashable, views: Sequence[View], label: str, write: Callable[[], None], peers: tuple[int, ...] = ()
+    ) -> tuple[Bound | None, bool]:
+        """Return what ``write`` writes under a label, which adds buffers and ops on these views and on buffers of its
+        own, and sends to these peers; and whether it was run for that. It is run once for all stretches with the same
+        key, pass and sequences whose views are the same, of buffers that are alike. So it may depend on nothing else
+        but the label, and on that in ends of labels only. Where nothing is written again it writes, and there is None.
         """
         if self._stretches is None or self._writes_stretch:
             write()
-            return True
+            return None, True
         asked = key, self.part, self.batch, peers, *map(id, views)
-        first, found, is_new = len(self._buffers), self._stretched.get(asked), False
-        if found is None:
-            bound, is_new = self._stretch(self._stretches, key, views, label, write, peers)
-            found = self._stretched[asked] = bound, views
-        if not is_new:
-            self._buffers += found[0].stretch.buffers
-        self._writing.ops.again(Again(found[0], label, first))
-        return is_new
+        if found := self._stretched.get(asked):
+            return found[0], False
+        bound, is_new = self._stretch(self._stretches, key, views, label, write, peers)
+        self._stretched[asked] = bound, views
+        return bound, is_new
 
     def _stretch(
         self,
@@ -258,7 +271,7 @@ class ProgramBuilder:
         write: Callable[[], None],
         peers: tuple[int, ...],
     ) -> tuple[Bound, bool]:
-        """Return what is to be written, and whether it was run for that, which added its buffers; see ``again``."""
+        """See ``bound``."""
         buffers, writing, first = self._buffers, self._writing, len(self._buffers)
         place = {number: at for at, number in enumerate(dict.fromkeys([view.buffer for view in views]))}
         lie = tuple([(place[view.buffer], view.slices) for view in views])
@@ -271,6 +284,7 @@ class ProgramBuilder:
         write()
         stretch = Stretch.of(writing.ops.ops, label, tuple(place), first, buffers[first:], peers)
         writing.ops, self._writes_stretch = written, False
+        del buffers[first:]
         known.add(shape, stretch)
         return Bound(stretch, tuple(place), peers), True
 

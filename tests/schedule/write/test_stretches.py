@@ -9,10 +9,11 @@ from random import Random
 import numpy as np
 import pytest
 
+from sim.schedule.ir.layout import LAYOUTS
 from sim.schedule.ir.masks import Band, Span, Tokens
 from sim.schedule.ir.program import Schedule
 from sim.schedule.ir.stretches import Stretched
-from sim.schedule.write.blocks import _of_band, blocks
+from sim.schedule.write.blocks import _of_band, blocks, met
 from sim.schedule.write.builder import ProgramBuilder
 from sim.schedule.write.stretches import Stretches
 from sim.words.workload import Workload
@@ -29,7 +30,7 @@ NAMES = [name for name, variant in VARIANTS.items() if variant.schedule not in {
 def test_what_is_written_again_is_what_is_written_anew(name: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     again = _schedule(name, mask)
     into_json = again.to_json()
-    monkeypatch.setattr(ProgramBuilder, "again", _anew)
+    monkeypatch.setattr(ProgramBuilder, "bound", _anew)
     anew = _schedule(name, mask)
     assert anew.to_json() == into_json
     for one, other in zip(again.programs, anew.programs, strict=True):
@@ -63,9 +64,11 @@ def test_ops_of_stretches_are_a_sequence() -> None:
         ops[len(ops)]
 
 
-def _anew(_: ProgramBuilder, key: object, views: object, label: str, write: Callable[[], None], *peers: object) -> bool:
+def _anew(
+    _: ProgramBuilder, key: object, views: object, label: str, write: Callable[[], None], *peers: object
+) -> tuple[None, bool]:
     write()
-    return True
+    return None, True
 
 
 def _schedule(name: str, mask: str) -> Schedule:
@@ -91,6 +94,17 @@ def test_blocks_depend_on_how_far_tokens_are_apart_no_more_than_the_mask_does(se
     queries, keys = (_tokens(draw, step) for _ in range(2))
     pairs = tuple([tuple([(some, others) for others in keys]) for some in queries])
     assert blocks(mask, queries, keys) == _of_band(mask, pairs)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_members_meet_is_told_by_how_far_they_are_apart(seed: int) -> None:
+    draw = Random(seed)
+    mask = Band(draw.choice([None, 0, 5, 40]), draw.choice([None, 0, 0, 7]))
+    layout = LAYOUTS[draw.choice(["contiguous", "zigzag", "striped"])](96, 8)
+    for own in layout:
+        of_queries, of_keys = (met(mask, own, layout, "sequence", are_keys=are_keys) for are_keys in (False, True))
+        assert [of_queries.found[which] for which in of_queries.which] == [blocks(mask, own, other) for other in layout]
+        assert [of_keys.found[which] for which in of_keys.which] == [blocks(mask, other, own) for other in layout]
 
 
 def _tokens(draw: Random, step: int) -> Tokens:
