@@ -130,6 +130,10 @@ class Sizes(NamedTuple):
     striped: bool = False
     """Whether a member's tokens lie apart, so that what it has seen of others is in as many pieces as they are."""
 
+    def of(self, along: Mapping[str, Any]) -> Sizes:
+        """Return them with others along some axes."""
+        return self._replace(**along)
+
 
 class Effort(NamedTuple):
     """What it takes to answer."""
@@ -232,12 +236,12 @@ def growth_of(asked: Asked) -> Growth:
         rings = (2 * inner, 3 * inner)
     tried = {"ring": rings, "chunks": (2, 3, 4), "layers": (2, 3), "micro_batches": (2, 3)}
     grows = {axis: points for axis, points in tried.items() if getattr(sizes, axis) > points[-1]}
-    least = sizes._replace(**{axis: points[0] for axis, points in grows.items()})
+    least = sizes.of({axis: points[0] for axis, points in grows.items()})
     base, likeness = _smallest(_small(asked, least))
     along = {
         axis: (
             (points[0], base),
-            *((size, _grown(_small(asked, least._replace(**{axis: size})))) for size in points[1:]),
+            *((size, _grown(_small(asked, least.of({axis: size})))) for size in points[1:]),
         )
         for axis, points in grows.items()
     }
@@ -431,7 +435,7 @@ def _less(told: Estimate) -> Iterator[str]:
     for axis in (*told.growth.along, *(["documents"] if sizes.documents else [])):
         whole = getattr(sizes, axis)
         for at in _fewer(whole, divides=axis not in {"layers", "documents"}):
-            if (taken := told.at(sizes._replace(**{axis: at}))).is_small:
+            if (taken := told.at(sizes.of({axis: at}))).is_small:
                 yield f"{named[axis](at)} would take {_time(taken.seconds)}"
                 break
     narrower = asked.workload.scope == "step" and not asked.workload.sequences
