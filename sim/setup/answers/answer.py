@@ -43,7 +43,7 @@ def sentence(predictions: Sequence[PlayedStep]) -> str:
     >>> from sim.setup.predict import predict
     >>> p = predict("zigzag", seq="64K", scope="attention")
     >>> print(sentence([p, p.replace(schedule="ring")]))
-    Zigzag is fastest: 34.9 ms for attention (32.6 to 42.5 ms), 234000 tokens/s/GPU; ring takes 1.61 times as long
+    Zigzag is fastest: 35.2 ms for attention (32.8 to 42.6 ms), 233000 tokens/s/GPU; ring takes 1.62 times as long
     """
     fitting = [one for one in predictions if one.fits is not False]
     if not fitting and len(predictions) > 1:
