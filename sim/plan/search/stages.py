@@ -22,8 +22,8 @@ ORDERS = ("1f1b", "interleaved", "zb-h1")
 CHUNKS = 2
 """Of which stages with several have two at least. Twice as many halve what they wait, and double what they send."""
 WAIT = 0.02
-"""How many times the kernels of all layers stages wait with so many chunks, at least, for more of them to be tried:
-less is about what their hand-overs take."""
+"""How many times the kernels of all layers stages wait with so many chunks, at least, for more of them to be tried.
+Assumed: more chunks win half of it at most, and each further one makes families whose bounds take time."""
 STATES = "1"
 """Stage of ZeRO of pipelines that is tried beside FSDP: it gathers weights and sums gradients once a step, not for
 every micro-batch, and holds both whole (Megatron-LM's distributed optimiser). At stage 2 gradients are summed as by

@@ -154,8 +154,14 @@ def build_around(
         plans=plans, whole=workload, workload=of_share, mesh=mesh, options=options, blocks=blocks,
         chosen=chosen, gradients=gradients, shards=shards, stages=stages, group=group, alike=alike,
     )  # fmt: skip
-    replicated, kinds = not ranks.own_shards, (ranks.kind, ranks.outline)
-    return Schedule(header, ranks.program, replicated=replicated, later=ranks.later, kind=kinds[0], outline=kinds[1])
+    return Schedule(
+        header,
+        ranks.program,
+        replicated=not ranks.own_shards,
+        later=ranks.later,
+        kind=ranks.kind,
+        outline=ranks.outline,
+    )
 
 
 def _plans(plan: AttentionPlan | Callable[[Workload], AttentionPlan], workload: Workload) -> tuple[AttentionPlan, ...]:
