@@ -228,6 +228,7 @@ def test_chunks_are_tried_while_stages_wait_long() -> None:
     assert tried(global_batch=40).keys() == {2, 4}
     assert tried(global_batch=80).keys() == {2}
     assert tried(global_batch=6) == {}, "micro-batches go in rounds of as many as there are stages"
+    assert tried(global_batch=6, set={"schedule.pipeline_schedule": "interleaved"}).keys() == {2}, "unless it is said"
 
 
 def test_stages_of_unequal_layers_are_tried_where_these_do_not_divide() -> None:

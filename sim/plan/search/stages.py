@@ -83,7 +83,8 @@ def pipelines(base: Setup, options: Mapping[str, Sequence[str]], fixed: set[str]
     if said := "pipeline_schedule" in fixed:
         orders = [spelled.options.pipeline_schedule]
     for name in orders:
-        for chunks in _chunks(name, layers, pp, turns, asked=asked):
+        tried = [*_chunks(name, layers, pp, turns, asked=asked)]
+        for chunks in tried or [CHUNKS] * said:  # of an order that is said builders say what it lacks
             cut = _unequal(layers, pp, name, chunks)
             order = {} if said else {"pipeline_schedule": name}
             several = {"pipeline_chunks": str(chunks)} if chunks > 1 else {}

@@ -26,6 +26,7 @@ from sim.schedule.model.tensor.group import Group
 from sim.schedule.write.builder import ProgramBuilder
 from sim.words.mesh import Mesh
 from sim.words.options import LayerOptions
+from sim.words.stage_layers import layers_text
 from sim.words.workload import DTYPE_BYTES, Workload
 
 FORWARD, BACK = (tuple([f"{way} {number}" for number in range(64)]) for way in ("forward", "back"))
@@ -278,8 +279,8 @@ def _split(given: str, layers: int, pp: int, per_stage: int) -> tuple[int, ...]:
         found = ()
     if len(found) != chunks or sum(found) != layers or min(found) < 0:
         raise InputError(
-            f"`set` schedule.pipeline_layers={given}: expected {chunks} numbers with commas that add up to {layers}: "
-            f"how many layers each chunk has, in the order of the model"
+            f"`set` schedule.pipeline_layers={layers_text(found) or given}: expected {chunks} numbers with commas that "
+            f"add up to {layers}: how many layers each chunk has, in the order of the model; 2*4 is 2,2,2,2"
         )
     return found
 
