@@ -10,6 +10,7 @@ import pytest
 import longstep
 from experiments.verbs.cli import main
 from longstep import Setup
+from sim.accounts.memory import walks
 from sim.base.errors import InputError
 from sim.plan.extended import extended
 from sim.schedule.ir.program import Schedule
@@ -50,6 +51,18 @@ def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
     assert few.tokens_per_s_per_gpu == pytest.approx(whole.figures.tokens_per_s_per_gpu, rel=1e-5)
     assert few.answer.partition(" (")[0] == whole.answer.partition(" (")[0]
     assert few.played.startswith("told by ")
+
+
+@pytest.mark.sweep
+def test_memory_is_told_by_the_fullest_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of FSDP's shards here that is the second one, which has rows of norms: the whole is not built for it."""
+    given: dict[str, Any] = {"scope": "step", "seq": "32K", "global_batch": 2, "jitter": 0.0}
+    setup = Setup("allgather", model="llama3-8b", cluster="hgx-h100", **given)
+    whole = setup.predicted()
+    assert walks(whole.simulation.checked)[1].peak_bytes > walks(whole.simulation.checked)[-1].peak_bytes
+    assert whole.room
+    monkeypatch.delattr("sim.plan.search.steps.room")
+    assert extended(setup).room.limits == whole.room.limits
 
 
 @pytest.mark.sweep

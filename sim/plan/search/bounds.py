@@ -96,19 +96,20 @@ def least_seconds(found: Configuration) -> Least:
 
 
 @garbage_collection_off()
-def least_room(found: Configuration, *, reserved: bool = False) -> Room:
-    """Return the least that a configuration takes of each memory. One rank of each stage of a pipeline is walked; all
-    ranks are where the schedule is none of the catalog, since their parts may be unequal. With ``reserved`` the GPU's
+def least_room(found: Configuration, ranks: Sequence[int] | None = None, *, reserved: bool = False) -> Room:
+    """Return the least that a configuration takes of each memory, by some ranks of each stage of a pipeline: the last
+    one, or all where the schedule is none of the catalog, since their parts may be unequal. With ``reserved`` the GPU's
     memory is what the software's allocator reserves, if that is known, which takes longer to compute. Raises InputError
     where it cannot be built.
     """
     mesh = found.mesh
-    ranks = last_ranks(mesh) if found.entry in SCHEDULES.values() else mesh.first_replica
+    if ranks is None:
+        ranks = last_ranks(mesh) if found.entry in SCHEDULES.values() else mesh.first_replica
     schedule = found.built(ranks=len(ranks))
     programs = {rank: schedule.program(rank) for rank in ranks}
     derived = {rank: derive(one) for rank, one in programs.items()}
     walked = {rank: walk(one, derived[rank]) for rank, one in programs.items()}
-    alike = {mesh.place(rank)["pp"]: walked[rank] for rank in ranks}
+    alike = {mesh.place(rank)["pp"]: walked[rank] for rank in fullest_of(mesh, walked)}
     of_roles = {role: walked.get(role) or alike[mesh.place(role)["pp"]] for role in mesh.first_replica}
     of_ranks = [of_roles[role] for role in mesh.roles]
     stages = (Allocations(programs[rank], derived[rank]) for rank in fullest_of(mesh, walked))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sim.accounts.memory import walks
@@ -14,7 +14,7 @@ from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
 from sim.engine.results.room import Room, room_of, room_played
 from sim.engine.results.sensitivity import IMBALANCE, Bound, bound, bound_of
-from sim.plan.search.bounds import last_ranks, least_room
+from sim.plan.search.bounds import least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
 from sim.plan.search.room import room
 from sim.plan.search.timed import few_stages, told_by_passes
@@ -24,6 +24,7 @@ from sim.setup.answers.answer import Grounds, grounds_of
 from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
 from sim.setup.unnamed_software import slowest, widened
+from sim.words.mesh import Mesh
 
 
 class _OfLayers(NamedTuple):
@@ -182,31 +183,41 @@ def _simulation(setup: Setup, known: list[_Built], among: int = 0, *, by_outline
 
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:
-    """Return the memory of a configuration, by the last simulation of ``step_of``. If the ranks that ``least_room``
-    walks were the fullest of that one, only these are built of the whole. Where an allocator is walked few
-    micro-batches are: it then reserves within 0.4 % of what it does for all.
+    """Return the memory of a configuration, by the last simulation of ``step_of``. Of the whole only those ranks are
+    built whose places took most in that one. Where an allocator is walked few micro-batches are: it then reserves
+    within 0.4 % of what it does for all.
     """
     header = last.checked.schedule.header
     whole = setup.resolved()
     if (header.workload.layers, header.workload.batch) == (whole.workload.layers, whole.workload.batch):
         return room_played(header, last.fold, whole.allocator)
-    if whole.entry not in SCHEDULES.values() or _has_fullest_last(last):
-        return least_room(whole) if whole.allocator is None else reserved_room(setup)
-    return room(whole)
+    ranks = None
+    if whole.entry in SCHEDULES.values() and not (ranks := _fullest(last, whole.mesh)):
+        return room(whole)
+    return least_room(whole, ranks) if whole.allocator is None else reserved_room(setup, ranks)
 
 
-def _has_fullest_last(play: Simulation) -> bool:
-    """Return whether the last rank of each stage takes as much memory as any of the stage, by what was played."""
+def _fullest(play: Simulation, mesh: Mesh) -> list[int]:
+    """Return the ranks of a mesh, all stages of its first replica, at the places that took most memory in a stage of
+    what was played, of equal ones the last. Empty where other replicas took more.
+    """
     header, fold, walked = play.checked.schedule.header, play.fold, walks(play.fold.checked)
-    mesh = header.mesh
-    last = {mesh.place(rank)["pp"]: walked[fold.number_of(rank)] for rank in last_ranks(mesh)}
-    of_last = [last[mesh.place(rank)["pp"]] for rank in fold.ranks]
-    alone, all_of_them = (room_of(header, some, fold.cluster) for some in (of_last, walked))
-    return alone.limits == all_of_them.limits
+    places = [header.mesh.place(rank) for rank in fold.ranks]
+    fullest: dict[int, int] = {}
+    for number, place in enumerate(places):
+        if not place["dp"] and walked[number].peak_bytes >= walked[fullest.get(place["pp"], number)].peak_bytes:
+            fullest[place["pp"]] = number
+    of_fullest = [walked[fullest[place["pp"]]] for place in places]
+    alone, all_of_them = (room_of(header, some, fold.cluster) for some in (of_fullest, walked))
+    if alone.limits != all_of_them.limits:
+        return []
+    stages = range(mesh.pp)
+    found = [{axis: stages if axis == "pp" else [at] for axis, at in places[one].items()} for one in fullest.values()]
+    return sorted({rank for some in found for rank in mesh.at(some)})
 
 
-def reserved_room(setup: Setup) -> Room:
+def reserved_room(setup: Setup, ranks: Sequence[int] | None = None) -> Room:
     """Return the least that a configuration takes of each memory, with what its allocator reserves of the GPU's, by all
     of its layers and few of its micro-batches.
     """
-    return least_room(of_turns(setup).setups[-1].resolved(), reserved=True)
+    return least_room(of_turns(setup).setups[-1].resolved(), ranks, reserved=True)
