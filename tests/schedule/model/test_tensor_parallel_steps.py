@@ -478,12 +478,14 @@ ADAPTERS: dict[str, tuple[str, Mesh, dict[str, Any]]] = {
     "in groups of heads": ("ulysses", Mesh(tp=2, ulysses=2), {"qk_norm": "head"}),
     "beside products": ("single", Mesh(tp=2), {"tp_overlap": "shards"}),
     "of gradients": ("single", Mesh(tp=2, dp=2), {"tp_overlap": "gradients"}),
+    "of gradients, weights apart": ("single", Mesh(tp=2, pp=2), {"tp_overlap": "gradients", "micro_batches": 2,
+                                                                "pipeline_schedule": "zb-h1", "batch": 2}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "case",
-    by_tier({"some, eager"}, {"of sums alone"}, ADAPTERS),
+    by_tier({"some, eager"}, {"of sums alone", "of gradients, weights apart"}, ADAPTERS),
 )
 def test_adapters_lie_as_what_they_multiply(case: str) -> None:
     """Proved, and exact."""

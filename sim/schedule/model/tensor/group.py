@@ -356,7 +356,8 @@ def _narrows(equation: Equation, model: ModelSpec) -> bool:
 def _narrows_back(equation: Equation, model: ModelSpec) -> bool:
     """Return whether it is a product that leads back from shares to what ranks have whole: of columns of a weight."""
     made = equation.results[0]
-    return is_product(equation) and made.kind == "gradient" and is_own(made, model)
+    from_shares = is_product(equation) and is_divided(equation, model)
+    return from_shares and made.kind == "gradient" and is_own(made, model)
 
 
 def _goes_with(equation: Equation, first: Equation, model: ModelSpec) -> bool:
