@@ -22,6 +22,7 @@ from sim.explain.changes import changes
 from sim.explain.logs import Figure, Logged, read_log
 from sim.explain.screen import Explanation, Memory
 from sim.explain.weighed import Scale, longest_by_few, shortened, turns
+from sim.plan.search.steps import fullest
 from sim.schedule.ir.ops import KINDS
 from sim.schedule.proof.check import Checked
 from sim.setup.answers.answer import record
@@ -80,7 +81,8 @@ def of_imported(found: Imported, logged: Logged | None = None, **given: Any) -> 
     held = memory.gpu.held_bytes
     (least, _), (_, most) = judge.memory_range(sum(room.terms.values())), judge.memory_range(held)
     within = predicted.interval
-    longest = longest_by_few(setup, memory.tightest.free_bytes)
+    ranks = fullest(predicted.simulation, setup.resolved().mesh) or None
+    longest = longest_by_few(setup, memory.tightest.free_bytes, ranks=ranks)
     scale = Scale(setup.resolved(), step.step_time_s, held, longest, step.turn_s, step.one_s)
     longer = step.step_time_s / predicted.step_time_s
     return Explanation(

@@ -16,11 +16,12 @@ import msgspec
 from sim.base.cpu_time import CpuTime
 from sim.base.errors import LongstepError
 from sim.base.garbage import garbage_collection_off
+from sim.engine.play.simulate import Simulation
 from sim.explain.changes import Change
 from sim.plan.longest import lengths_tried
-from sim.plan.search.bounds import least_room
+from sim.plan.search.bounds import last_ranks, least_room
 from sim.plan.search.few import Few, at_most, of_turns, turns_of
-from sim.plan.search.steps import step_of
+from sim.plan.search.steps import fullest, step_of
 from sim.setup.configuration import Configuration
 from sim.setup.setup import Setup
 
@@ -55,6 +56,8 @@ class Weighed:
     fits: bool | None
     tokens: float
     """Of a step, as a share of those that it had."""
+    ranks: Sequence[int] | None = None
+    """Those whose memory that is; None: the last one of each stage, or all."""
     longest: int | None = None
     """The longest context that fits, in tokens; None where it was not asked."""
     helps: bool = False
@@ -116,14 +119,18 @@ class Scale:
                 found[number] = self._played(one)
         helping = self._helping(found)[:shown]
         with_longest = [
-            dataclasses.replace(one, longest=longest_by_few(one.change.setup, one.free_bytes, self.longest), helps=True)
+            dataclasses.replace(
+                one,
+                longest=longest_by_few(one.change.setup, one.free_bytes, self.longest, one.ranks),
+                helps=True,
+            )
             for one in helping
         ]
         return [*with_longest, *(one for one in found if one not in helping)]
 
-    def _walked(self, change: Change) -> Weighed:
-        """Return a change with its memory."""
-        room = least_room(shortened(change.setup).setups[-1].resolved(), reserved=True)
+    def _walked(self, change: Change, ranks: Sequence[int] | None = None) -> Weighed:
+        """Return a change with its memory, by some ranks."""
+        room = least_room(shortened(change.setup).setups[-1].resolved(), ranks, reserved=True)
         return Weighed(
             change,
             step_time_s=None,
@@ -131,28 +138,36 @@ class Scale:
             free_bytes=room.free_bytes,
             fits=room.fits,
             tokens=_tokens(change.found) / _tokens(self.found),
+            ranks=ranks,
         )
 
     def _played(self, one: Weighed) -> Weighed:
-        """Return a change with its seconds; none where it cannot be played."""
+        """Return a change with its seconds, and with the memory of the ranks that its play says hold most; as it is
+        where it cannot be played.
+        """
+        mesh = one.change.found.mesh
         try:
-            return dataclasses.replace(one, step_time_s=self._step_s(one.change) / one.tokens)
+            step_s, play = self._step(one.change)
+            ranks = fullest(play, mesh)
+            told = self._walked(one.change, ranks) if ranks not in ([], last_ranks(mesh)) else one
         except LongstepError:
             return one
+        return dataclasses.replace(told, step_time_s=step_s / one.tokens)
 
     @garbage_collection_off()
-    def _step_s(self, change: Change) -> float:
-        """Return the seconds of a step. Of many micro-batches one is played, and two where the optimiser is another; of
-        a pipeline as many as say what all take.
+    def _step(self, change: Change) -> tuple[float, Simulation]:
+        """Return the seconds of a step, and a play of it. Of many micro-batches one is played, and two where what comes
+        once a step is another; of a pipeline as many as say what all take.
         """
         few = shortened(change.setup)
         if len(few.setups) == 1 or change.found.mesh.pp > 1:
-            return step_of(change.setup, _LAYERS)[0]
+            return step_of(change.setup, _LAYERS)
         first, last = few.setups
-        one_s, own, its = step_of(first, _LAYERS)[0], self.found.options, change.found.options
-        if self.turn_s and _at_the_end(own) == _at_the_end(its):
-            return one_s + (turns(change.setup) - 1) * (one_s - self.one_s + self.turn_s)
-        return few.told(one_s, step_of(last, _LAYERS)[0])
+        one_s, play = step_of(first, _LAYERS)
+        if self.turn_s and _at_the_end(self.found) == _at_the_end(change.found):
+            return one_s + (turns(change.setup) - 1) * (one_s - self.one_s + self.turn_s), play
+        two_s, play = step_of(last, _LAYERS)
+        return few.told(one_s, two_s), play
 
     def _saves_memory(self, one: Weighed) -> bool:
         return one.peak_bytes < (1 - _SAME) * self.peak_bytes
@@ -186,12 +201,13 @@ class Scale:
         return unique
 
 
-def _at_the_end(options: Any) -> tuple[object, ...]:
-    """Return what decides what a step does once, whatever its micro-batches: the optimiser, and sums of gradients that
-    are not sharded.
+def _at_the_end(found: Configuration) -> tuple[object, ...]:
+    """Return what decides what a step does once, whatever its micro-batches: the optimiser, sums of gradients that are
+    not sharded, and which part of the weights a rank has.
     """
+    options: Any = found.options
     stage = getattr(options, "zero_stage", 0)
-    return getattr(options, "optimiser", None), getattr(options, "shards", None), min(stage, 2)
+    return getattr(options, "optimiser", None), getattr(options, "shards", None), min(stage, 2), found.mesh.tp
 
 
 def _filled(some: Sequence[Weighed], other: Sequence[Weighed]) -> list[Weighed | None]:
@@ -202,10 +218,13 @@ def _tokens(found: Configuration) -> int:
     return found.mesh.dp * found.workload.num_real_tokens
 
 
-def longest_by_few(setup: Setup, free_bytes: int, near: int | None = None) -> int | None:
+def longest_by_few(
+    setup: Setup, free_bytes: int, near: int | None = None, ranks: Sequence[int] | None = None
+) -> int | None:
     """Return the longest context of ``plan.longest.lengths_tried`` whose training step fits, by what is left at its own
     length, at a few others, the first of them ``near`` where that is said, and by the lines between them; 0 where none
-    does, None where documents or a mask say how long a sequence is, or padding cannot fill it up.
+    does, None where documents or a mask say how long a sequence is, or padding cannot fill it up. Those ``ranks`` are
+    walked, as by ``least_room``.
     """
     if setup.documents is not None or setup.block_mask is not None:
         return None
@@ -219,7 +238,7 @@ def longest_by_few(setup: Setup, free_bytes: int, near: int | None = None) -> in
                 tokens = _crossing(free, lengths)
             if tokens in free:
                 break
-            free[tokens] = least_room(few.replace(seq=tokens, pad=True).resolved(), reserved=True).free_bytes
+            free[tokens] = least_room(few.replace(seq=tokens, pad=True).resolved(), ranks, reserved=True).free_bytes
             tokens = _crossing(free, lengths)
     except LongstepError:
         return None

@@ -192,27 +192,27 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
     if (header.workload.layers, header.workload.batch) == (whole.workload.layers, whole.workload.batch):
         return room_played(header, last.fold, whole.allocator)
     ranks = None
-    if whole.entry in SCHEDULES.values() and not (ranks := _fullest(last, whole.mesh)):
+    if whole.entry in SCHEDULES.values() and not (ranks := fullest(last, whole.mesh)):
         return room(whole)
     return least_room(whole, ranks) if whole.allocator is None else reserved_room(setup, ranks)
 
 
-def _fullest(play: Simulation, mesh: Mesh) -> list[int]:
+def fullest(play: Simulation, mesh: Mesh) -> list[int]:
     """Return the ranks of a mesh, all stages of its first replica, at the places that took most memory in a stage of
     what was played, of equal ones the last. Empty where other replicas took more.
     """
     header, fold, walked = play.checked.schedule.header, play.fold, walks(play.fold.checked)
     places = [header.mesh.place(rank) for rank in fold.ranks]
-    fullest: dict[int, int] = {}
+    numbers: dict[int, int] = {}
     for number, place in enumerate(places):
-        if not place["dp"] and walked[number].peak_bytes >= walked[fullest.get(place["pp"], number)].peak_bytes:
-            fullest[place["pp"]] = number
-    of_fullest = [walked[fullest[place["pp"]]] for place in places]
+        if not place["dp"] and walked[number].peak_bytes >= walked[numbers.get(place["pp"], number)].peak_bytes:
+            numbers[place["pp"]] = number
+    of_fullest = [walked[numbers[place["pp"]]] for place in places]
     alone, all_of_them = (room_of(header, some, fold.cluster) for some in (of_fullest, walked))
     if alone.limits != all_of_them.limits:
         return []
     stages = range(mesh.pp)
-    found = [{axis: stages if axis == "pp" else [at] for axis, at in places[one].items()} for one in fullest.values()]
+    found = [{axis: stages if axis == "pp" else [at] for axis, at in places[one].items()} for one in numbers.values()]
     return sorted({rank for some in found for rank in mesh.at(some)})
 
 

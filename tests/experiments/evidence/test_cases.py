@@ -41,7 +41,7 @@ def test_every_case_that_ships_can_be_simulated(name: str) -> None:
             name: getattr(found, name)
             for name in (
                 *("rates", "runs", "software", "host_optimiser", "eager", "check_s", "attention", "allocator"),
-                "one_queue",
+                *("one_queue", "persistent"),
             )
         }
         kernel = found.attention and found.attention.kernel

@@ -37,14 +37,17 @@ def on_h100(sweep: CellSelection, cells: list[Cell]) -> Record:
     return make_record(found, profile=load_profile("h100-sxm"), select=common_fields(sweep))
 
 
-def drawn_per_op(jitter: Jitter, folded: Fold, _: CostModel) -> Stretch:
+def drawn_per_op(jitter: Jitter, folded: Fold, _: CostModel) -> list[Stretch]:
     """Return noise as the version drew it that wrote the records: an op at a time, by seed, rank and index."""
-    factors = [
-        1.0 if use is None else 1.0 + jitter.share * abs(Random(f"{jitter.seed} {rank} {index}").gauss(0.0, 1.0))
-        for rank, uses in enumerate(folded.checked.kernels)
-        for index, use in enumerate(uses)
+
+    def factor(seed: int, rank: int, index: int) -> float:
+        return 1.0 + jitter.share * abs(Random(f"{seed} {rank} {index}").gauss(0.0, 1.0))
+
+    places = [(rank, index, use) for rank, uses in enumerate(folded.checked.kernels) for index, use in enumerate(uses)]
+    return [
+        np.array([1.0 if use is None else factor(one.seed, rank, index) for rank, index, use in places])
+        for one in jitter.each()
     ]
-    return np.array(factors)
 
 
 RECORDS = ["2026-11-21-epyc-2-cores/cells", "2026-11-21-schedules-epyc-2-cores/schedules"]
@@ -99,7 +102,7 @@ def test_steps_stay_near_those_of_the_record(
     """
     base, ratios = Setup(**shipped.select, profile=shipped.profile), []
     if as_then:
-        monkeypatch.setattr(Jitter, "stretch", drawn_per_op)
+        monkeypatch.setattr(Jitter, "stretches", drawn_per_op)
         base = base.replace(seeds=1)
     for one in judged(shipped):
         if one.cell.schedule == "upipe":
