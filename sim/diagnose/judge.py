@@ -134,10 +134,12 @@ class Judge:
         other = np.log(np.array(ranks_s) / np.median(ranks_s))
         return float(np.abs(own - other).max()) / self.ranks_within
 
-    def _beyond(self, seconds: float, simulated_s: float) -> float:
-        """Return how far seconds are off, in units of the interval."""
+    def _beyond(self, seconds: float, simulated_s: float, within: float = _NEAREST) -> float:
+        """Return how far seconds are off, in units of the interval, or of ``within`` where that is wider: steps that a
+        host bounds are hardly ever shorter, which says nothing of kernels.
+        """
         apart = math.log(seconds / simulated_s)
-        return apart / (max(math.log(self.high), _NEAREST) if apart > 0 else min(math.log(self.low), -_NEAREST))
+        return apart / (max(math.log(self.high), within) if apart > 0 else min(math.log(self.low), -within))
 
     def moved(self, case: Case, peak_bytes: int) -> float:
         """Return how far a case moves the measured figures from those of the run that was meant, in units of their
@@ -166,7 +168,8 @@ class Judge:
         ranks_s = rank_s(simulation)
         if self.measured.rank_s and len(self.measured.rank_s) == len(ranks_s) and min(ranks_s) > 0:
             off.append(self._ranks_off(ranks_s))
-            off.append(self._beyond(float(np.median(self.measured.rank_s)), float(np.median(ranks_s))))
+            apart = self._beyond(float(np.median(self.measured.rank_s)), float(np.median(ranks_s)), self.ranks_within)
+            off.append(apart)
         return max(off + self._kinds_off(simulation))
 
     def _kinds_off(self, simulation: Simulation) -> list[float]:

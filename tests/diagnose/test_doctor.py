@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import longstep
-from longstep import InputError, Measured, Prediction, Setup
+from longstep import InputError, Measured, Setup
 from sim.accounts.breakdown import kernels_s
 from sim.accounts.memory import walks
 from sim.diagnose.hypotheses import MACHINES, PROGRAMS
-from sim.diagnose.judge import Judge, play
+from sim.diagnose.judge import play
 
 ATTENTION = Setup(
     "zigzag", model="llama3-8b", cluster="hgx-h100", gpus=8, seq="256K", scope="attention", jitter=0
@@ -362,22 +362,13 @@ def _random_case(draw: random.Random) -> tuple[str, Setup, dict[str, Any]]:
     return fault, said, ran[fault]
 
 
-def _hides(said: Setup, run: Prediction) -> bool:
-    """Return whether a run's figures, before any noise, are those of a healthy one."""
-    ranks = run.simulation.fold.of_all(kernels_s(run.trace).tolist())
-    held = max(walk.peak_bytes for walk in walks(run.simulation.fold.checked))
-    measurement = Measured(step_time_s=run.step_time_s, memory_bytes=held, rank_s=tuple(ranks))
-    return not Judge(said, measurement, said.predicted()).signs()
-
-
 @pytest.mark.slow
 def test_a_hundred_random_faults() -> None:
     """Of what is measured of a run, its time (noise as wide as a third of the interval), memory and seconds of ranks'
-    kernels (2 %). What is named among the consistent causes, and what is named first, by fault. A link may be hidden so
-    well that the step stays within what a healthy one may take: to call it healthy is right.
+    kernels (2 %). What is named among the consistent causes, and what is named first, by fault.
     """
     draw, table = random.Random(1), Counter[tuple[str, str]]()
-    named = first = faults = hidden = alarms = clean = 0
+    named = first = faults = alarms = clean = 0
     for _ in range(100):
         fault, said, ran = _random_case(draw)
         run = said.replace(**ran).predicted()
@@ -398,10 +389,6 @@ def test_a_hundred_random_faults() -> None:
             clean, alarms = clean + 1, alarms + (found.verdict != "healthy")
             table[fault, found.verdict] += 1
             continue
-        if found.verdict == "healthy" and _hides(said, run):
-            table[fault, "too little to be seen"] += 1
-            hidden += 1
-            continue
         faults += 1
         named += bool(wanted & {*names})
         first += bool(names) and names[0] in wanted
@@ -411,5 +398,4 @@ def test_a_hundred_random_faults() -> None:
     )
     assert named >= 0.9 * faults, told
     assert first >= 0.7 * faults, told
-    assert hidden <= 0.1 * faults, told
     assert alarms == 0, told
