@@ -55,7 +55,7 @@ def test_it_takes_and_holds_what_the_whole_does(name: str) -> None:
 
 @pytest.mark.sweep
 def test_memory_is_told_by_the_fullest_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of FSDP's shards here that is the second one, which has rows of norms: the whole is not built for it."""
+    """Here that is the second one, whose copies of gathered keys are largest: the whole is not built for it."""
     given: dict[str, Any] = {"scope": "step", "seq": "32K", "global_batch": 2, "jitter": 0.0}
     setup = Setup("allgather", model="llama3-8b", cluster="hgx-h100", **given)
     whole = setup.predicted()

@@ -129,9 +129,9 @@ def allocated(checked: Checked, cluster: Cluster, name: AllocatorName | None) ->
 
 
 def fullest_of(mesh: Mesh, walked: Mapping[int, MemoryWalk]) -> list[int]:
-    """Return of each stage of a pipeline the rank that allocates most, of equal ones the first, by walks of ranks."""
+    """Return of each stage of a pipeline the rank that allocates most, of equal ones the last, by walks of ranks."""
     found: dict[int, int] = {}
-    for rank in sorted(walked, key=lambda rank: (walked[rank].peak_bytes, -rank)):
+    for rank in sorted(walked, key=lambda rank: (walked[rank].peak_bytes, rank)):
         found[mesh.place(rank)["pp"]] = rank
     return [found[stage] for stage in sorted(found)]
 

@@ -109,10 +109,11 @@ def least_room(found: Configuration, ranks: Sequence[int] | None = None, *, rese
     programs = {rank: schedule.program(rank) for rank in ranks}
     derived = {rank: derive(one) for rank, one in programs.items()}
     walked = {rank: walk(one, derived[rank]) for rank, one in programs.items()}
-    alike = {mesh.place(rank)["pp"]: walked[rank] for rank in fullest_of(mesh, walked)}
+    fullest = fullest_of(mesh, walked)
+    alike = {mesh.place(rank)["pp"]: walked[rank] for rank in fullest}
     of_roles = {role: walked.get(role) or alike[mesh.place(role)["pp"]] for role in mesh.first_replica}
     of_ranks = [of_roles[role] for role in mesh.roles]
-    stages = (Allocations(programs[rank], derived[rank]) for rank in fullest_of(mesh, walked))
+    stages = (Allocations(programs[rank], derived[rank]) for rank in fullest)
     allocator = allocated_for(stages, found.cluster, found.allocator) if reserved else None
     return room_of(schedule.header, of_ranks, found.cluster, allocator)
 

@@ -24,7 +24,9 @@ unlike numbers of layers, or a stage several chunks: what decides how long micro
 while a layer is short beside the head. Then within 0.6 % of what was tried, where (3, 4) are within 2 %.
 """
 PLAYED_BY_TWO = (4, 6)
-"""The same of a balanced ring, whose layers by turns take 0.6 % more and less: which rank ends one first alternates."""
+"""The same of a balanced ring, whose backward layers by turns take 0.8 % more and less: a gather of weights falls
+beside attention in every second one (``tests/plan/test_plan.py``).
+"""
 WALKED = (5, 6)
 """Layers whose memory is walked of a branch that has more: each further one takes what the last of these adds. What
 offloading has under way no longer grows by then; where another op than in few layers holds most, it is a little more.

@@ -12,7 +12,7 @@ from sim.engine.intervals.interval import Interval
 from sim.engine.play.jitter import STEADY
 from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
-from sim.engine.results.room import Room, room_of, room_played
+from sim.engine.results.room import Room, fullest_of, room_of, room_played
 from sim.engine.results.sensitivity import IMBALANCE, Bound, bound, bound_of
 from sim.plan.search.bounds import least_room
 from sim.plan.search.few import PLAYED, Few, of_played, of_turns
@@ -199,21 +199,19 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
 
 def fullest(play: Simulation, mesh: Mesh) -> list[int]:
     """Return the ranks of a mesh, all stages of its first replica, at the places that took most memory in a stage of
-    what was played, of equal ones the last. Empty where other replicas took more.
+    what was played. Empty where other replicas took more.
     """
     header, fold, walked = play.checked.schedule.header, play.fold, walks(play.fold.checked)
-    places = [header.mesh.place(rank) for rank in fold.ranks]
-    numbers: dict[int, int] = {}
-    for number, place in enumerate(places):
-        if not place["dp"] and walked[number].peak_bytes >= walked[numbers.get(place["pp"], number)].peak_bytes:
-            numbers[place["pp"]] = number
-    of_fullest = [walked[numbers[place["pp"]]] for place in places]
+    place = {rank: header.mesh.place(rank) for rank in fold.ranks}
+    of_first = {rank: one for rank, one in zip(fold.ranks, walked, strict=True) if not place[rank]["dp"]}
+    found = {place[rank]["pp"]: rank for rank in fullest_of(header.mesh, of_first)}
+    of_fullest = [of_first[found[place[rank]["pp"]]] for rank in fold.ranks]
     alone, all_of_them = (room_of(header, some, fold.cluster) for some in (of_fullest, walked))
     if alone.limits != all_of_them.limits:
         return []
     stages = range(mesh.pp)
-    found = [{axis: stages if axis == "pp" else [at] for axis, at in places[one].items()} for one in numbers.values()]
-    return sorted({rank for some in found for rank in mesh.at(some)})
+    some = [{axis: stages if axis == "pp" else [at] for axis, at in place[rank].items()} for rank in found.values()]
+    return sorted({rank for places in some for rank in mesh.at(places)})
 
 
 def reserved_room(setup: Setup, ranks: Sequence[int] | None = None) -> Room:

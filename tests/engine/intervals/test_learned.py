@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
+import math
 import tomllib
+from operator import ge, gt
 from pathlib import Path
 from typing import get_args
 
@@ -81,7 +82,11 @@ def test_what_ships_is_of_the_sets_that_ship() -> None:
     for regime in get_args(Regime):
         found = shipped().reach(regime)
         assert found is not None
-        sooner = [statistics.mean(error < 0 for error in some) for some in shipped().about(regime)]
-        assert (found.below > 0) is (statistics.mean(sooner) > BEYOND), "it is 0 where few take less than predicted"
-        assert found.below < 1
+        for sign, end in ((-1, found.below), (1, found.above)):
+            weighed = [(sign * error, 1 / len(some)) for some in shipped().about(regime) for error in some]
+            beyond, from_it_on = ([weight for error, weight in weighed if test(error, end)] for test in (gt, ge))
+            allowed = BEYOND * len(shipped().about(regime))
+            assert math.fsum(beyond) <= allowed + 1e-9
+            assert end == 0 or math.fsum(from_it_on) > allowed - 1e-9, "no less would do"
+        assert 0 <= found.below < 1
         assert 0.01 < found.above < 2
