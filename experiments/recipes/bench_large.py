@@ -140,6 +140,8 @@ def extended(setup: str, asked_s: float, then_asked_s: float) -> tuple[str, floa
 
 
 PRELUDE = """import time
+from sim.base.garbage import collect_rarely
+collect_rarely()
 from longstep import Setup
 import longstep, sim.engine.play.native
 longstep.predict
@@ -152,7 +154,7 @@ silent = contextlib.redirect_stdout(open(os.devnull, "w"))
 at = [time.process_time()]
 with silent:
 """
-"""What stands before the code of a cell."""
+"""What stands before the code of a cell: what a command does first, and what most cells import."""
 ENDING = """at.append(time.process_time())
 peak = open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]
 print(*at, peak)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
+from sim.base.garbage import collect_rarely
+
 if TYPE_CHECKING:
     from experiments.serve.answering.jobs import Jobs
 
@@ -33,7 +35,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything else prints is no answer
     _limit()
-    gc.set_threshold(50_000, 20, 50)
+    collect_rarely()
     from experiments.serve.answering.jobs import Jobs  # which takes most of a second to import
 
     jobs, waiting, dropped = Jobs(), queue.SimpleQueue[dict[str, Any]](), set[int]()

@@ -19,6 +19,9 @@ def main() -> None:
         heard = signal.getsignal(signal.SIGINT)
         if heard is signal.default_int_handler:  # and not ignored, as in the background of a script
             signal.signal(signal.SIGINT, lambda *_: _end())
+        from sim.base.garbage import collect_rarely
+
+        collect_rarely()
         from experiments.verbs import cli
 
         signal.signal(signal.SIGINT, heard)

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import gc
 import importlib
 import io
 import logging
@@ -27,6 +26,7 @@ from rich.logging import RichHandler
 from experiments.evidence.machine import NEEDS_TORCH
 from experiments.verbs.shared.terminal import Printer, Ticker, printable
 from sim.base.errors import InputError, LongstepError, RankError, none_of
+from sim.base.garbage import collect_rarely
 
 if TYPE_CHECKING:
     from runtime.processes.torchrun import Workers
@@ -122,7 +122,7 @@ def command(arguments: list[str] | None, workers: Workers | None = None) -> None
 
 def guarded(action: Callable[[], None]) -> None:
     """Do what a program is for; turn what can go wrong into one line on stderr and an exit code."""
-    gc.set_threshold(50_000, 20, 50)  # schedules are many small objects without cycles
+    collect_rarely()
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(show_path=False)])
     sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))  # None where closed
     try:
