@@ -13,6 +13,9 @@ from sim.schedule.derive.kernels import ATTENTION_KERNELS, KernelUse
 from sim.words.profile import TRANSFERS, Point, Profile
 from sim.words.workload import Dtype
 
+_Key = tuple[str, str, Dtype]
+"""A kernel, its variant and data type."""
+
 
 class KernelTable:
     """All measured points of the kernels of one profile."""
@@ -25,22 +28,28 @@ class KernelTable:
         self.load = Load(profile, power_w)
         self._nearest_row = cache(self._find_nearest_row)
         self._tiled = TiledAttention(profile.tiles, profile.points, sms)
-        self._longest: dict[tuple[str, str, Dtype], float] = {}
-        self._series: dict[tuple[str, str, Dtype], dict[tuple[float, ...], Series]] = {}
-        grouped: dict[tuple[str, str, Dtype], dict[tuple[float, ...], dict[tuple[int, ...], Point]]] = {}
+        self._series, self._longest = cache(self._find_series), cache(self._find_longest)
+        grouped: dict[_Key, dict[tuple[float, ...], dict[tuple[int, ...], Point]]] = {}
         for point in profile.points:
             if point.condition == "idle" and point.kernel not in TRANSFERS:
                 rows = grouped.setdefault((point.kernel, point.variant, point.dtype), {})
                 rows.setdefault(series_row(point.kernel, point.shape), {})[point.shape] = point
-        for key, rows in grouped.items():
-            self._longest[key] = max(series_size(key[0], shape) for points in rows.values() for shape in points)
-            self._series[key] = {
-                row: Series(
-                    [(Work(p.flops, p.nbytes, series_size(p.kernel, p.shape)), p.median_s) for p in points.values()],
-                    figures(key[2]),
-                )
-                for row, points in rows.items()
-            }
+        self._points = grouped
+        self._on = {dtype: figures(dtype) for _, _, dtype in grouped}
+
+    def _find_series(self, key: _Key) -> dict[tuple[float, ...], Series]:
+        """Return the series of a kernel that was measured."""
+        return {
+            row: Series(
+                [(Work(p.flops, p.nbytes, series_size(p.kernel, p.shape)), p.median_s) for p in points.values()],
+                self._on[key[2]],
+            )
+            for row, points in self._points[key].items()
+        }
+
+    def _find_longest(self, key: _Key) -> float:
+        """Return the largest size that was measured of a kernel."""
+        return max(series_size(key[0], shape) for points in self._points[key].values() for shape in points)
 
     def seconds(self, use: KernelUse, now: Figures, power_w: float | None = None) -> tuple[float, str] | None:
         """Return the time of a kernel on a GPU of a power limit, and a note where it was extrapolated (else ""); None
@@ -75,7 +84,7 @@ class KernelTable:
         key, note = self._nearest(use)
         if key is None:
             return None
-        rows = self._series[key]
+        rows = self._series(key)
         wanted, size = series_row(use.kernel, use.shape), series_size(use.kernel, use.shape)
         if use.kernel not in ATTENTION_KERNELS:
             row = self._nearest_row(key, wanted)
@@ -102,7 +111,7 @@ class KernelTable:
             note = note or _beyond(use, series, size)
         delay_s, per_head_s = (a + share * (b - a) for a, b in zip(*parts, strict=True))
         seconds = delay_s + heads * per_head_s
-        seconds *= self._widened(use.kernel, math.log2(max(size / self._longest[key], 1.0)))
+        seconds *= self._widened(use.kernel, math.log2(max(size / self._longest(key), 1.0)))
         return max(seconds, use.flops / now.flops_per_s), note
 
     def _formed(self, use: KernelUse) -> float:
@@ -116,7 +125,7 @@ class KernelTable:
         return form.low if bound == "low" else form.high if bound == "high" else form.longer
 
     def _has_points(self, use: KernelUse) -> bool:
-        return (use.kernel, use.variant, use.dtype) in self._series
+        return (use.kernel, use.variant, use.dtype) in self._points
 
     def _widened(self, kernel: str, doublings: float) -> float:
         """Return the factor that bounds a kernel so many doublings longer than the longest point: 1 where no bound is
@@ -127,19 +136,19 @@ class KernelTable:
         factor = math.pow(self._profile.beyond.get(kernel, 1.0), drift(doublings))
         return factor if self._profile.bound == "high" else 1 / factor
 
-    def _find_nearest_row(self, key: tuple[str, str, Dtype], wanted: tuple[float, ...]) -> tuple[float, ...]:
+    def _find_nearest_row(self, key: _Key, wanted: tuple[float, ...]) -> tuple[float, ...]:
         """Return which series of a kernel is closest to a wanted one."""
-        return min(self._series[key], key=lambda row: (_distance(row, wanted), row))
+        return min(self._points[key], key=lambda row: (_distance(row, wanted), row))
 
-    def _nearest(self, use: KernelUse) -> tuple[tuple[str, str, Dtype] | None, str]:
+    def _nearest(self, use: KernelUse) -> tuple[_Key | None, str]:
         """Return the measured kernel closest to this one, and a note if it is another variant or data type."""
         exact = (use.kernel, use.variant, use.dtype)
         if self._has_points(use):
             return exact, ""
         plain = (use.kernel, "", use.dtype)
-        if plain in self._series and _form(use) in self._profile.forms:
+        if plain in self._points and _form(use) in self._profile.forms:
             return plain, ""
-        like = sorted(key for key in self._series if key[0] == use.kernel)
+        like = sorted(key for key in self._points if key[0] == use.kernel)
         if not like:
             return None, ""
         key = min(like, key=lambda k: (k[2] != use.dtype, k[1] != use.variant, k))

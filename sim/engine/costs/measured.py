@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from sim.base.errors import InputError
 from sim.base.kept import kept
@@ -53,6 +54,7 @@ def link_figures(cluster: Cluster) -> Callable[[str], Figures]:
     """
     routes = cluster.typical_routes()
 
+    @cache
     def figures(link: str) -> Figures:
         for route in routes:
             load = route.load(1)

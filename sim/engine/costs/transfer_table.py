@@ -62,19 +62,22 @@ class TransferTable:
                 nodes, per_node = spread_of(point, spec.gpus_per_node)
                 by_nodes = grouped.setdefault((point.kernel, point.variant), {}).setdefault(per_node, {})
                 by_nodes.setdefault(nodes, {})[point.nbytes] = point
-        self._curves: dict[tuple[str, str], _Curves] = {
-            (kernel, link): {
-                per_node: {
-                    nodes: Curve(
-                        [(nbytes, point.mean_s) for nbytes, point in points.items()],
-                        latencies(kernel, link, Spread(nodes, per_node), figures),
-                        figures(link).latency_s,
-                    )
-                    for nodes, points in by_nodes.items()
-                }
-                for per_node, by_nodes in by_per_node.items()
+        self._points = grouped
+        self._hops_s = {link: figures(link).latency_s for _, link in grouped}
+        self._curves = cache(self._find_curves)
+
+    def _find_curves(self, kernel: str, link: str) -> _Curves:
+        """Return the curves of a kind over a link that was measured."""
+        return {
+            per_node: {
+                nodes: Curve(
+                    [(nbytes, point.mean_s) for nbytes, point in points.items()],
+                    latencies(kernel, link, Spread(nodes, per_node), self._figures),
+                    self._hops_s[link],
+                )
+                for nodes, points in by_nodes.items()
             }
-            for (kernel, link), by_per_node in grouped.items()
+            for per_node, by_nodes in self._points[kernel, link].items()
         }
 
     def seconds(
@@ -93,10 +96,10 @@ class TransferTable:
         Of messages only measured ones with as many channels to a ``peer`` count, or nearly as many; where these had
         more, it is no faster than its busiest channel at the best rate that one was measured to have.
         """
-        curves = self._curves.get((kernel, link), self._curves.get((kernel, "")))
-        if curves is None:
+        over = next((one for one in (link, "") if (kernel, one) in self._points), None)
+        if over is None:
             return None
-        measured = peer
+        curves, measured = self._curves(kernel, over), peer
         if peer:
             curves, measured = self._nearest(curves, peer)
         now = latencies(kernel, link, spread, figures)
@@ -133,9 +136,9 @@ class TransferTable:
         """
         rates = (
             curve.bytes_per_s(nbytes) / peer.channels(nbytes)
-            for (kernel, _), curves in self._curves.items()
+            for kernel, link in self._points
             if kernel == "exchange"
-            for per_node, by_nodes in curves.items()
+            for per_node, by_nodes in self._curves(kernel, link).items()
             for nodes, curve in by_nodes.items()
             if (peer := self._peer(Spread(nodes, per_node)))
             for nbytes in curve.sizes
@@ -147,7 +150,7 @@ class TransferTable:
         """Return the share of a link's rate that a kind of communication gets which was not measured over it, and what
         to call that rate: the geometric mean of the kinds that were.
         """
-        kinds = {kernel: curves for (kernel, of), curves in self._curves.items() if of in {link, ""}}
+        kinds = {kernel: self._curves(kernel, of) for kernel, of in self._points if of in {link, ""}}
         if not kinds:
             return 1.0, "datasheet rate"
         shares = [
