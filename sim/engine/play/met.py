@@ -102,11 +102,12 @@ class Met:
         ranks = self._op_rank[sides["op"]]
 
         def ordered(receives: int) -> tuple[Array, Array]:
-            some = sides[sides["receives"] == receives]
-            own, peers = ranks[sides["receives"] == receives], some["peer"]
+            which = np.flatnonzero(sides["receives"] == receives)
+            some = sides.take(which)
+            own, peers = ranks[which], some["peer"]
             source, target = (peers, own) if receives else (own, peers)
             order = np.lexsort((some["op"], target, source, some["communicator"]))
-            return some[order], np.stack([source, target], axis=1)[order]
+            return some.take(order), np.stack([source, target], axis=1)[order]
 
         (sent, pairs), (taken, met) = ordered(0), ordered(1)
         assert np.array_equal(pairs, met)
