@@ -8,9 +8,10 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
+from sim.plan.search.bounds import last_ranks, least_room, room_by_few
 from sim.plan.search.branches import Played, least_limits, least_of, played
 from sim.plan.search.families import families
-from sim.plan.search.few import of_layers, of_played, of_turns
+from sim.plan.search.few import of_layers, of_played, of_turns, of_turns_held
 from sim.plan.search.passes import Work, least_steps, walked
 from sim.plan.search.space import Branch, Family
 from sim.plan.search.steps import step_of
@@ -124,6 +125,17 @@ def test_rounds_of_micro_batches_say_what_more_of_them_take(name: str, pp: int) 
     assert all(
         one.held_bytes <= two.held_bytes for one, two in zip(least_limits(setup), predicted.room.limits, strict=True)
     )
+
+
+@pytest.mark.parametrize("name", by_tier({"1f1b"}, {"zb-v", "looped-bfs"}, PIPELINES))
+def test_few_micro_batches_say_what_stages_hold(name: str) -> None:
+    """To the byte; only orders that go forward with all of them first have to be walked with all."""
+    chunks = 2 if PIPELINES[name].chunks is None else 1
+    setup = make_step("ring", 8, 12, pipeline_schedule=name, pipeline_chunks=chunks)
+    few, whole = of_turns_held(setup), setup.resolved()
+    assert len(few.setups) == (1 if name in {"gpipe", "looped-bfs"} else 2)
+    ranks = last_ranks(whole.mesh)
+    assert room_by_few(whole, few, ranks) == least_room(whole, ranks)
 
 
 def test_layers_are_left_out_of_each_chunk_alike() -> None:

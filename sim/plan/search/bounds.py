@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sim.accounts.memory import walk
+from sim.accounts.memory import MemoryWalk, walk
 from sim.accounts.reserved import Allocations
 from sim.base.garbage import garbage_collection_off
 from sim.engine.costs.cost import CostModel
 from sim.engine.play.facts import largest_part
 from sim.engine.play.work import Work
 from sim.engine.results.floors import link_floors
-from sim.engine.results.room import Room, allocated_for, fullest_of, room_of
+from sim.engine.results.room import Allocated, Room, allocated_for, fullest_of, room_of
 from sim.plan.search.few import Few
 from sim.schedule.derive.dependencies import derive
 from sim.schedule.derive.kernels import kernel_uses
@@ -102,20 +102,53 @@ def least_room(found: Configuration, ranks: Sequence[int] | None = None, *, rese
     memory is what the software's allocator reserves, if that is known, which takes longer to compute. Raises InputError
     where it cannot be built.
     """
-    mesh = found.mesh
     if ranks is None:
-        ranks = last_ranks(mesh) if found.entry in SCHEDULES.values() else mesh.first_replica
+        ranks = last_ranks(found.mesh) if found.entry in SCHEDULES.values() else found.mesh.first_replica
     schedule = found.built(ranks=len(ranks))
     programs = {rank: schedule.program(rank) for rank in ranks}
     derived = {rank: derive(one) for rank, one in programs.items()}
     walked = {rank: walk(one, derived[rank]) for rank, one in programs.items()}
-    fullest = fullest_of(mesh, walked)
-    alike = {mesh.place(rank)["pp"]: walked[rank] for rank in fullest}
-    of_roles = {role: walked.get(role) or alike[mesh.place(role)["pp"]] for role in mesh.first_replica}
-    of_ranks = [of_roles[role] for role in mesh.roles]
-    stages = (Allocations(programs[rank], derived[rank]) for rank in fullest)
+    stages = (Allocations(programs[rank], derived[rank]) for rank in fullest_of(found.mesh, walked))
     allocator = allocated_for(stages, found.cluster, found.allocator) if reserved else None
-    return room_of(schedule.header, of_ranks, found.cluster, allocator)
+    return _room_of(found, schedule, walked, allocator)
+
+
+@garbage_collection_off()
+def room_by_few(whole: Configuration, few: Few, ranks: Sequence[int]) -> Room:
+    """Return the least that a configuration takes of each memory by these ranks, with ``few`` of its micro-batches. A
+    rank holds more for each further one only where it keeps token ids, labels or losses of all.
+    """
+    first, last = few.setups[0].resolved(), few.setups[-1].resolved()
+    walked = _walked(first.built(ranks=len(ranks)), ranks)
+    growing = [rank for rank in ranks if few.further and walked[rank].by_term["other"]]
+    for rank, more in _walked(last.built(ranks=len(growing)), growing).items():
+        walked[rank] = _with_more(walked[rank], more, few)
+    return _room_of(whole, whole.built(ranks=0), walked)
+
+
+def _walked(schedule: Schedule, ranks: Sequence[int]) -> dict[int, MemoryWalk]:
+    programs = {rank: schedule.program(rank) for rank in ranks}
+    return {rank: walk(one, derive(one)) for rank, one in programs.items()}
+
+
+def _with_more(first: MemoryWalk, last: MemoryWalk, few: Few) -> MemoryWalk:
+    """Return the peaks with all micro-batches, by those with few."""
+    peak, host_peak = (
+        round(few.told(*pair))
+        for pair in ((first.peak_bytes, last.peak_bytes), (first.host_peak_bytes, last.host_peak_bytes))
+    )
+    terms = {**last.by_term, "other": last.by_term["other"] + peak - last.peak_bytes}
+    return last._replace(peak_bytes=peak, host_peak_bytes=host_peak, by_term=terms)
+
+
+def _room_of(
+    found: Configuration, schedule: Schedule, walked: Mapping[int, MemoryWalk], allocator: Allocated | None = None
+) -> Room:
+    """Return the memory of all ranks, by walks of some of each stage."""
+    mesh = found.mesh
+    alike = {mesh.place(rank)["pp"]: walked[rank] for rank in fullest_of(mesh, walked)}
+    of_roles = {role: walked.get(role) or alike[mesh.place(role)["pp"]] for role in mesh.first_replica}
+    return room_of(schedule.header, [of_roles[role] for role in mesh.roles], found.cluster, allocator)
 
 
 def _built(found: Configuration) -> tuple[Schedule, Program]:

@@ -14,8 +14,8 @@ from sim.engine.play.simulate import Simulation, simulate
 from sim.engine.results.report import evidence
 from sim.engine.results.room import Room, fullest_of, room_of, room_played
 from sim.engine.results.sensitivity import IMBALANCE, Bound, bound, bound_of
-from sim.plan.search.bounds import least_room
-from sim.plan.search.few import PLAYED, Few, of_played, of_turns
+from sim.plan.search.bounds import least_room, room_by_few
+from sim.plan.search.few import PLAYED, Few, of_played, of_turns, of_turns_held
 from sim.plan.search.room import room
 from sim.plan.search.timed import few_stages, told_by_passes
 from sim.schedule.methods.catalog import SCHEDULES
@@ -184,8 +184,8 @@ def _simulation(setup: Setup, known: list[_Built], among: int = 0, *, by_outline
 
 def room_of_step(setup: Setup, last: Simulation) -> Room:
     """Return the memory of a configuration, by the last simulation of ``step_of``. Of the whole only those ranks are
-    built whose places took most in that one. Where an allocator is walked few micro-batches are: it then reserves
-    within 0.4 % of what it does for all.
+    built whose places took most in that one, with few micro-batches. Where an allocator is walked it then reserves
+    within 0.4 % of what it does for all; else buffers of all hold as much.
     """
     header = last.checked.schedule.header
     whole = setup.resolved()
@@ -194,7 +194,9 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
     ranks = None
     if whole.entry in SCHEDULES.values() and not (ranks := fullest(last, whole.mesh)):
         return room(whole)
-    return least_room(whole, ranks) if whole.allocator is None else reserved_room(setup, ranks)
+    if whole.allocator is not None:
+        return reserved_room(setup, ranks)
+    return room_by_few(whole, of_turns_held(setup), ranks) if ranks else least_room(whole)
 
 
 def fullest(play: Simulation, mesh: Mesh) -> list[int]:
