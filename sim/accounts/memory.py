@@ -9,6 +9,8 @@ kernel has to wait for it. Inputs and outputs belong to the caller and stay.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -18,6 +20,7 @@ from sim.accounts.trace import Counter, Trace
 from sim.base.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.derive.workspace import adopted, repeated_bytes, repeats, workspace_bytes
+from sim.schedule.ir.columns import rows
 from sim.schedule.ir.forms import Form
 from sim.schedule.ir.fragments import Fragment
 from sim.schedule.ir.ops import (
@@ -100,28 +103,32 @@ def lifetimes(program: Program, dependencies: Dependencies) -> list[Lifetime]:
 
 
 class _Columns(NamedTuple):
-    """What matters of ops and of buffers, of a fragment or of a program."""
+    """What matters of ops and of buffers, of a fragment or of a program. Bytes are exact: see ``_bytes``."""
 
-    streams: list[str]
-    workspace: list[int]
-    repeated: list[int]
-    """What each op holds more where its kernel repeats shared keys."""
-    attends: list[bool]
-    nbytes: list[int]
-    on_gpu: list[bool]
-    categories: list[Category]
-    terms: list[int]
-    """Of buffers, unless they are saved, by their numbers."""
-    forward: list[bool]
-    """Which ops are of the forward pass."""
-    moves: list[bool]
-    """Which ops copy to the host's memory or back."""
-    holds: list[bool]
-    """Which ops do nothing with what they touch."""
-    of_passes: list[bool]
-    """Which ops are kernels of tokens, or pack and add up their gradients."""
+    streams: tuple[str, ...]
+    stream: Integers
+    """(ops,): which of them each is on."""
+    workspace: Integers
+    repeated: Integers
+    """(ops,): what each holds more where its kernel repeats shared keys."""
+    attends: Booleans
+    nbytes: Integers
+    """(buffers,)"""
+    on_gpu: Booleans
+    category: Integers
+    """(buffers,): places among ``CATEGORIES``."""
+    term: Integers
+    """(buffers,): places among ``TERMS``, of those that are not saved."""
+    forward: Booleans
+    """(ops,): which are of the forward pass."""
+    moves: Booleans
+    """(ops,): which copy to the host's memory or back."""
+    holds: Booleans
+    """(ops,): which do nothing with what they touch."""
+    of_passes: Booleans
+    """(ops,): which are kernels of tokens, or pack and add up their gradients."""
     counts: Integers
-    """(ops,): how many buffers each op touches, some more than once."""
+    """(ops,): how many buffers each touches, some more than once."""
     touched: Integers
     """Which: of all ops, one after the other."""
     written: Booleans
@@ -132,6 +139,31 @@ class _Columns(NamedTuple):
     """(ops,): how many of each op."""
     inputs: Integers
     outputs: Integers
+
+    def is_on(self, which: Callable[[str], bool]) -> Booleans:
+        """Return (ops,): which are on one of some streams."""
+        return np.array(list(map(which, self.streams)), bool)[self.stream]
+
+
+_NONE = np.zeros(0, bool)
+"""Of which dtype whatever it is joined with may be."""
+_MOST = 2**62
+"""Bytes that numpy's integers surely add up to."""
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+_OF_OPS = (
+    "stream", "counts", "workspace", "repeated", "attends", "forward", "moves", "holds", "of_passes", "adopted_counts"
+)  # fmt: skip
+_ROWS = (
+    _OF_OPS,
+    ("nbytes", "on_gpu", "category", "term"),
+    ("touched", "written"),
+    ("adopted",),
+    ("inputs",),
+    ("outputs",),
+)
+"""Columns of as many rows."""
+_OF_BUFFERS = {"touched", "adopted", "inputs", "outputs"}
+"""Those of numbers of buffers."""
 
 
 class _OfForm(NamedTuple):
@@ -169,27 +201,38 @@ def _of_form(form: Form) -> _OfForm:
 def _of_fragment(fragment: Fragment) -> _Columns:
     """Return the columns of a fragment. What it is given is in those of the call whose own buffers that are."""
     forms, which, buffers = formed = fragment.formed
-    of_forms = list(map(_of_form, forms))
-    ops = [of_forms[form] for form in which.tolist()]
-    adopts = [(start, op.adopted) for start, op in zip(formed.starts.tolist(), ops, strict=True) if op.adopted]
+    of_forms, own = list(map(_of_form, forms)), fragment.own
+    streams = tuple(dict.fromkeys([of_forms[form].stream for form in which.tolist()]))
+    adopts = [of_forms[form].adopted for form in which.tolist()]
+    starts = zip(formed.starts.tolist(), adopts, strict=True)
+
+    def each(column: list[Any], dtype: type = bool) -> Any:
+        return np.array(column, dtype)[which]
+
     return _Columns(
-        [op.stream for op in ops],
-        [op.workspace for op in ops],
-        [op.repeated for op in ops],
-        [op.attends for op in ops],
-        [buffer.nbytes for buffer in fragment.own],
-        [buffer.place == "hbm" for buffer in fragment.own],
-        [buffer.category for buffer in fragment.own],
-        list(map(_term, fragment.own)),
-        [op.forward for op in ops],
-        [op.moves for op in ops],
-        [op.holds for op in ops],
-        [op.of_passes for op in ops],
+        streams,
+        each([streams.index(of.stream) for of in of_forms], np.int64),
+        _bytes([of.workspace for of in of_forms])[which],
+        _bytes([of.repeated for of in of_forms])[which],
+        each([of.attends for of in of_forms]),
+        _bytes([buffer.nbytes for buffer in own]),
+        np.array([buffer.place == "hbm" for buffer in own], bool),
+        np.array([CATEGORIES.index(buffer.category) for buffer in own], np.int64),
+        np.array(list(map(_term, own)), np.int64),
+        each([of.forward for of in of_forms]),
+        each([of.moves for of in of_forms]),
+        each([of.holds for of in of_forms]),
+        each([of.of_passes for of in of_forms]),
         *_touched(fragment),
-        np.array([buffers[start + place] for start, places in adopts for place in places], np.int64),
-        np.array([len(op.adopted) for op in ops], np.int64),
+        np.array([buffers[start + place] for start, places in starts for place in places], np.int64),
+        np.array(list(map(len, adopts)), np.int64),
         *(np.array([port.view.buffer for port in ports], np.int64) for ports in (fragment.inputs, fragment.outputs)),
     )
+
+
+def _bytes(sizes: list[int]) -> Integers:
+    """Return sizes as an array; of Python's integers where they are too many for numpy's."""
+    return np.array(sizes, np.int64 if sum(sizes) < _MOST else object)
 
 
 def _term(buffer: Buffer) -> int:
@@ -213,27 +256,21 @@ def _touched(fragment: Fragment) -> tuple[Integers, Integers, Booleans]:
 
 def _of_program(program: Program) -> _Columns:
     """Return the columns of a program: those of its calls, one after the other, with the numbers of their buffers."""
-    calls = [_of_fragment(call.fragment.shared)._asdict() for call in program.calls]
-    numbers = [call.numbers for call in program.calls]
-    number = np.fromiter(chain.from_iterable(numbers), np.int64)
-    sizes = np.fromiter(map(len, numbers), np.int64, len(numbers))
+    fragments, which = program.parts
+    parts = list(map(_of_fragment, fragments))
+    streams = tuple(dict.fromkeys(chain.from_iterable(part.streams for part in parts)))
+    names = [np.array([streams.index(name) for name in part.streams], np.int64) for part in parts]
+    parts = [part._replace(stream=own[part.stream]) for part, own in zip(parts, names, strict=True)]
+    numbers, sizes = program.numbers
+    first = np.cumsum(sizes) - sizes
     found: dict[str, Any] = {}
-    for name in _Columns._fields:
-        if name in {"touched", "adopted", "inputs", "outputs"}:
-            own = [of[name] for of in calls]
-            starts = np.repeat(np.cumsum(sizes) - sizes, list(map(len, own)))
-            found[name] = number[starts + _joined(own)]
-        elif name in {"counts", "adopted_counts"}:
-            found[name] = _joined([of[name] for of in calls])
-        elif name == "written":
-            found[name] = _joined([of[name] for of in calls]).astype(bool)
-        else:
-            found[name] = list(chain.from_iterable(of[name] for of in calls))
-    return _Columns(**found)
-
-
-def _joined(parts: list[Integers]) -> Integers:
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+    for own in _ROWS:
+        at, of_calls = rows([len(getattr(part, own[0])) for part in parts], which)
+        for name in own:
+            found[name] = np.concatenate([_NONE, *(getattr(part, name) for part in parts)])[at]
+        if own[0] in _OF_BUFFERS:
+            found[own[0]] = numbers[found[own[0]] + np.repeat(first, of_calls)]
+    return _Columns(streams, **found)
 
 
 class _Spans(NamedTuple):
@@ -245,9 +282,9 @@ class _Spans(NamedTuple):
 
 
 def _spans(columns: _Columns, dependencies: Dependencies) -> _Spans:
-    count, buffers = len(columns.streams), columns.touched
+    count, buffers = len(columns.stream), columns.touched
     ops = np.repeat(np.arange(count), columns.counts)
-    safe, seen, following = _safe(columns.streams, dependencies)
+    safe, seen, following = _safe(columns, dependencies)
     first, end = np.full(len(columns.nbytes), count), np.zeros(len(columns.nbytes), np.int64)
     np.minimum.at(first, buffers, ops)
     early = _passed_on(columns, ops)[buffers]
@@ -255,7 +292,7 @@ def _spans(columns: _Columns, dependencies: Dependencies) -> _Spans:
     told = ~seen[ops] | (safe[ops] > end[buffers])
     unseen: dict[int, set[str]] = {}
     for buffer, op in zip(buffers[told].tolist(), ops[told].tolist(), strict=True):
-        unseen.setdefault(buffer, set()).add(columns.streams[op])
+        unseen.setdefault(buffer, set()).add(columns.streams[columns.stream[op]])
     first[columns.inputs] = 0
     end[columns.inputs] = end[columns.outputs] = count
     return _Spans(first, end, unseen)
@@ -265,14 +302,14 @@ def _passed_on(columns: _Columns, ops: Integers) -> Booleans:
     """Return (buffers,): which of them communication fills last, and only communication uses from then on. ``ops`` are
     those of all touches.
     """
-    sends = np.array([stream not in STREAMS for stream in columns.streams], bool)[ops]
+    sends = columns.is_on(lambda name: name not in STREAMS)[ops]
     filled, used = (np.full(len(columns.nbytes), -1) for _ in range(2))
     for last, which in ((filled, sends & columns.written), (used, ~sends)):
         np.maximum.at(last, columns.touched[which], ops[which])
     return filled > used
 
 
-def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Booleans, Integers]:
+def _safe(columns: _Columns, dependencies: Dependencies) -> tuple[Integers, Booleans, Integers]:
     """Return per op before which other its buffers may be given back, whether that is known to come behind it, and the
     next op of its stream.
 
@@ -280,8 +317,8 @@ def _safe(streams: list[str], dependencies: Dependencies) -> tuple[Integers, Boo
     none, as on a rank that passes keys on without attending to them, it is the next op of its stream or else the
     program's end.
     """
-    count, numbers = len(streams), {name: number for number, name in enumerate(dependencies.streams)}
-    stream = np.array([numbers[name] for name in streams], np.int64)
+    count, numbers = len(columns.stream), {name: number for number, name in enumerate(dependencies.streams)}
+    stream = np.array([numbers[name] for name in columns.streams], np.int64)[columns.stream]
     safe, seen, following = np.arange(1, count + 1), np.ones(count, bool), np.arange(1, count + 1)
     of_stream = {name: np.flatnonzero(stream == number) for name, number in numbers.items()}
     kernels = of_stream.pop(COMPUTE, stream[:0])
@@ -300,16 +337,16 @@ class Held:
     def __init__(self, program: Program, dependencies: Dependencies, attention: str = "") -> None:
         self.columns = columns = _of_program(program)
         self.first, self.end, _ = _spans(columns, dependencies)
-        fits = sum(columns.nbytes) + max(columns.workspace, default=0) + max(columns.repeated, default=0) < 2**63
-        self._exact = np.int64 if fits else object  # Python's integers
-        self.nbytes = np.array(columns.nbytes, self._exact)
-        self.workspace = np.array(columns.workspace, self._exact)
+        sizes = (columns.nbytes, columns.workspace, columns.repeated)
+        most = math.fsum((np.sum(sizes[0], dtype=float), *(of.max(initial=0) for of in sizes[1:])))
+        self._exact = np.int64 if most < _MOST and object not in [of.dtype for of in sizes] else object
+        self.nbytes, self.workspace, repeated = (of.astype(self._exact) for of in sizes)
         if repeats(attention):
-            self.workspace += np.array(columns.repeated, self._exact)
-        into, makers = columns.adopted, np.repeat(np.arange(len(columns.workspace)), columns.adopted_counts)
+            self.workspace += repeated
+        into, makers = columns.adopted, np.repeat(np.arange(len(columns.stream)), columns.adopted_counts)
         before = self.first[into] < makers
         np.add.at(self.workspace, makers[before], self.nbytes[into[before]])
-        self.on_gpu = np.array(columns.on_gpu, bool)
+        self.on_gpu = columns.on_gpu
         self.alive = self.first < self.end
 
     def bytes_of(self, which: Booleans) -> Any:
@@ -325,12 +362,12 @@ class Held:
         is there before the step or behind it, and is neither weight nor state, is other, as is what no op uses.
         """
         columns, ops = self.columns, np.repeat(np.arange(len(self.workspace)), self.columns.counts)
-        forward, moves = np.array(columns.forward, bool)[ops], np.array(columns.moves, bool)[ops]
+        forward, moves = columns.forward[ops], columns.moves[ops]
         in_forward, in_backward, moved, callers, used = (np.zeros(len(columns.nbytes), bool) for _ in range(5))
         in_forward[columns.touched[forward]] = in_backward[columns.touched[~forward]] = True
         moved[columns.touched[moves]] = callers[columns.inputs] = callers[columns.outputs] = True
-        used[columns.touched[~np.array(columns.holds, bool)[ops]]] = True
-        found = np.array(columns.terms, np.int64)
+        used[columns.touched[~columns.holds[ops]]] = True
+        found = columns.term.copy()
         of_tokens = (found == TERMS.index("attention")) | (found == TERMS.index("temporaries"))
         found[of_tokens & ((in_forward & in_backward) | moved)] = TERMS.index("saved activations")
         found[of_tokens & (callers | ~used)] = TERMS.index("other")
@@ -342,20 +379,20 @@ def walk(program: Program, dependencies: Dependencies, attention: str = "") -> M
     the kernel of the runtime that attends, by default one that holds what flash-attention does.
     """
     held = Held(program, dependencies, attention)
-    columns, terms = held.columns, held.terms.tolist()
+    columns, terms, nbytes = held.columns, held.terms.tolist(), held.nbytes.tolist()
     buffers = held.bytes_of(held.alive & held.on_gpu)
     in_use = buffers + held.workspace
     by_category: dict[Category, int] = {}
     by_term = dict.fromkeys(TERMS, 0)
-    if columns.workspace:
+    if len(in_use):
         at_peak = int(in_use.argmax())
-        attends, own = columns.attends[at_peak], int(held.workspace[at_peak])
+        attends, own = bool(columns.attends[at_peak]), int(held.workspace[at_peak])
         by_category["attention" if attends else "other"] = own
         by_term["attention" if attends else "temporaries"] = own
         for buffer in np.flatnonzero(held.on_gpu & (held.first <= at_peak) & (at_peak < held.end)).tolist():
-            category, term, nbytes = columns.categories[buffer], TERMS[terms[buffer]], columns.nbytes[buffer]
-            by_category[category] = by_category.get(category, 0) + nbytes
-            by_term[term] += nbytes
+            category, term, size = CATEGORIES[columns.category[buffer]], TERMS[terms[buffer]], nbytes[buffer]
+            by_category[category] = by_category.get(category, 0) + size
+            by_term[term] += size
     peaks = [int(of.max(initial=0)) for of in (in_use, buffers, held.bytes_of(held.alive & ~held.on_gpu))]
     behind = np.flatnonzero(columns.of_passes).max(initial=-1) + 1
     update = int(in_use[behind:].max(initial=0))
@@ -365,7 +402,7 @@ def walk(program: Program, dependencies: Dependencies, attention: str = "") -> M
 def terms_in_use(program: Program, dependencies: Dependencies) -> dict[Term, list[int]]:
     """Return the bytes of each term while each op runs: together those that ``walk`` says are in use."""
     held = Held(program, dependencies)
-    terms, attends = held.terms, np.array(held.columns.attends, bool)
+    terms, attends = held.terms, held.columns.attends
     of_workspace: dict[Term, Booleans] = {"attention": attends, "temporaries": ~attends}
     found: dict[Term, list[int]] = {}
     for number, term in enumerate(TERMS):
@@ -410,7 +447,12 @@ def walks_with(checked: Checked, attention: str) -> list[MemoryWalk]:
 
 def _values(columns: _Columns) -> tuple[object, ...]:
     """Return columns as what can be compared."""
-    return tuple([column.tobytes() if isinstance(column, np.ndarray) else tuple(column) for column in columns])
+    return tuple(
+        [
+            column if isinstance(column, tuple) else tuple(column) if column.dtype == object else column.tobytes()
+            for column in columns
+        ]
+    )
 
 
 def counters(checked: Checked, trace: Trace) -> list[Counter]:

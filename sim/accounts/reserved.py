@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from sim.accounts.allocator import Block, CachingAllocator, OutOfMemoryError
-from sim.accounts.memory import Held, alike
+from sim.accounts.memory import CATEGORIES, Held, alike
 from sim.base.kept import kept
 from sim.schedule.derive.dependencies import Dependencies
 from sim.schedule.ir.fragments import Fragment
@@ -100,14 +100,14 @@ class Allocations:
         given, left, zeroed = (np.zeros(buffers, bool) for _ in range(3))
         given[columns.inputs] = left[columns.outputs] = zeroed[marks.zeroed] = True
         moments = [moment for _, both in marks.updated for moment in both]
-        states = np.array([category in _STATES for category in columns.categories], bool)
+        states = np.array([category in _STATES for category in CATEGORIES], bool)[columns.category]
         begins, ends = np.full(buffers, count), np.zeros(buffers, np.int64)
         np.minimum.at(begins, touched, ops)
         np.maximum.at(ends, touched, ops + 1)
-        held_first = np.append(np.array(columns.holds, bool), False)[begins]
+        held_first = np.append(columns.holds, False)[begins]
         stands = held.on_gpu & ((given & states) | (zeroed & (end == count)) | held_first)
         first[given], end[given & ~left] = begins[given], ends[given & ~left]
-        elsewhere = np.array([stream not in {COMPUTE, HOST} for stream in columns.streams], bool)[ops]
+        elsewhere = columns.is_on(lambda name: name not in {COMPUTE, HOST})[ops]
         self._told = np.zeros(buffers, bool)
         self._told[touched[elsewhere]] = True
         self.nbytes = [int(nbytes) for nbytes in held.nbytes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -78,35 +77,41 @@ def edges(slices: Iterable[tuple[int, int]]) -> list[int]:
     return found + [0, 1] * (DIMS - len(found) // 2)
 
 
-def joined(parts: Sequence[tuple[Columns, Sequence[int]]]) -> Columns:
-    """Return columns one after the other, each with the numbers that its buffers have there."""
+def joined(parts: Sequence[Columns], which: Array, buffers: Array, sizes: Array) -> Columns:
+    """Return columns one after the other, ``which`` of the parts each; ``buffers`` are the numbers that theirs have
+    there, of each as many as ``sizes`` say.
+    """
     numbers: dict[str, int] = {}
-    of_columns: dict[int, Array] = {}  # its ops' streams, by what they are called here
-    syncs: list[tuple[int, tuple[str, ...]]] = []
-    first = 0
-    for columns, _ in parts:
-        if id(columns) not in of_columns:
-            own = np.array([numbers.setdefault(name, len(numbers)) for name in columns.streams], INT)
-            of_columns[id(columns)] = own[columns.stream]
-        syncs += [(first + at, names) for at, names in columns.syncs]
-        first += len(columns.stream)
-    counts = [len(columns.accesses) for columns, _ in parts]
-    accesses = together([columns.accesses for columns, _ in parts], ACCESS)
-    buffers = np.fromiter(chain.from_iterable(numbers for _, numbers in parts), INT)
-    accesses["buffer"] = buffers[accesses["buffer"] + _each([len(numbers) for _, numbers in parts], counts)]
-    ends = together([columns.access_ends for columns, _ in parts])
+    of_parts = [np.array([numbers.setdefault(name, len(numbers)) for name in part.streams], INT) for part in parts]
+    at_ops, ops = rows([len(part.stream) for part in parts], which)
+    at_accesses, accesses_of = rows([len(part.accesses) for part in parts], which)
+    accesses = together([part.accesses for part in parts], ACCESS).take(at_accesses)
+    accesses["buffer"] = buffers[accesses["buffer"] + np.repeat(np.cumsum(sizes) - sizes, accesses_of)]
+    ends, before = together([part.access_ends for part in parts])[at_ops], np.cumsum(accesses_of) - accesses_of
+    first = np.cumsum(ops) - ops
     return Columns(
         streams=tuple(numbers),
-        stream=together([of_columns[id(columns)] for columns, _ in parts]),
-        syncs=tuple(syncs),
-        access_ends=ends + _each(counts, [len(columns.stream) for columns, _ in parts]),
+        stream=together([own[part.stream] for own, part in zip(of_parts, parts, strict=True)])[at_ops],
+        syncs=tuple(
+            [
+                (begin + at, names)
+                for begin, of in zip(first.tolist(), which.tolist(), strict=True)
+                for at, names in parts[of].syncs
+            ]
+        ),
+        access_ends=ends + np.repeat(before, ops).astype(INT),
         accesses=accesses,
     )
 
 
-def _each(sizes: Sequence[int], counts: Sequence[int]) -> Array:
-    """Return the sum of all sizes before each part, once for each of its rows."""
-    return np.repeat(np.cumsum([0, *sizes], dtype=INT)[:-1], counts)
+def rows(lengths: Sequence[int], which: Array) -> tuple[Array, Array]:
+    """Return where the rows of some parts are in an array that has all parts once, and how many each of some has:
+    ``which`` parts are to follow each other, of parts of these lengths.
+    """
+    of_parts = np.array(lengths, np.int64)
+    counts = of_parts[which]
+    begins = (np.cumsum(of_parts) - of_parts)[which]
+    return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum()), counts
 
 
 def together(parts: Iterable[Array], dtype: np.dtype[Any] | type[Any] = INT) -> Array:

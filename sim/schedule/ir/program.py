@@ -92,7 +92,26 @@ class Program:
         """
         if len(self.calls) == 1:
             return self.calls[0].fragment.columns
-        return joined([(call.fragment.columns, call.numbers) for call in self.calls])
+        fragments, which = self.parts
+        return joined([fragment.columns for fragment in fragments], which, *self.numbers)
+
+    @cached_property
+    def parts(self) -> tuple[list[Fragment], Array]:
+        """The fragments that are called, of those that are alike one, and which of them each call is of."""
+        called = [call.fragment.shared for call in self.calls]
+        place = {fragment: number for number, fragment in enumerate(dict.fromkeys(called))}
+        return list(place), np.array([place[fragment] for fragment in called], np.int64)
+
+    @cached_property
+    def numbers(self) -> tuple[Array, Array]:
+        """The numbers of the buffers of each call, one call after the other, and how many each has."""
+        given = np.array([len(call.given) for call in self.calls], np.int64)
+        sizes = given + np.array([len(call.fragment.own) for call in self.calls], np.int64)
+        place = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        firsts = np.array([call.first for call in self.calls], np.int64)
+        found = place + np.repeat(firsts - given, sizes)
+        found[place < np.repeat(given, sizes)] = list(chain.from_iterable([call.given for call in self.calls]))
+        return found, sizes
 
     @cached_property
     def formed(self) -> Formed:
