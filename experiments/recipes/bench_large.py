@@ -30,6 +30,7 @@ LOOP = "count = 0\nfor one in range(10_000_000): count += one"
 LOOP_S = 0.5
 """What that takes on the machine that targets were set for."""
 
+RUN = "run("
 README = "simulate --seq 512K --schedule "
 OF_405B = (
     'Setup(model="llama3.1-405b", cluster="hgx-h100", gpus=16384, scope="step", seq="128K", schedule="{schedule}", '
@@ -74,7 +75,7 @@ class Spent(NamedTuple):
 
 def command(typed: str) -> str:
     """Return the code of a command line, whose output goes nowhere."""
-    return f"run({typed.split()!r})"
+    return f"{RUN}{typed.split()!r})"
 
 
 def attention(schedule: str, ranks: int, heads: int = 0) -> str:
@@ -139,22 +140,23 @@ def extended(setup: str, asked_s: float, then_asked_s: float) -> tuple[str, floa
     return code, asked_s, 'found.replace(set={"cluster.nvlink.bytes_per_s": "*2"}).step_time_s', then_asked_s
 
 
-PRELUDE = """import time
-from sim.base.garbage import collect_rarely
+OF_COMMANDS = f"""from sim.base.garbage import collect_rarely
 collect_rarely()
-from longstep import Setup
-import longstep, sim.engine.play.native
-longstep.predict
 from experiments.verbs.cli import main
-def run(typed):
+def {RUN}typed):
     try: main(typed)
     except SystemExit as end: assert not end.code, end
-import contextlib, os
+"""
+OF_SETUPS = """from longstep import Setup
+import longstep, sim.engine.play.native
+longstep.predict
+"""
+PRELUDE = """import contextlib, os, time
 silent = contextlib.redirect_stdout(open(os.devnull, "w"))
 at = [time.process_time()]
 with silent:
 """
-"""What stands before the code of a cell: what a command does first, and what most cells import."""
+"""What stands before the code of a cell, behind what a command does first or a script imports."""
 ENDING = """at.append(time.process_time())
 peak = open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]
 print(*at, peak)
@@ -166,7 +168,8 @@ def spent(cell: Cell, folder: str) -> Spent:
     SubprocessError where it fails, or takes longer than ``MOST_S``.
     """
     steps = [cell.code, "at.append(time.process_time())", cell.then or "pass"]
-    code = PRELUDE + "".join(f"    {one}\n" for one in steps) + ENDING
+    imports = OF_COMMANDS if cell.code.startswith(RUN) else OF_SETUPS
+    code = imports + PRELUDE + "".join(f"    {one}\n" for one in steps) + ENDING
     proofs = {"LONGSTEP_PROOFS": "on"} if cell.again else {}
     environment = {**os.environ, "XDG_CACHE_HOME": folder, **proofs}
     done = subprocess.run(
