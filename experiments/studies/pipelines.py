@@ -20,16 +20,17 @@ _ORDERS = {
     "ZB-V": ("zb-v", 2),
 }
 _COUNTS = (8, 16, 32)
-_VOCABULARIES = (32768, 128256)
+_VOCABULARIES = {"32K": 32768, "128K": 128256}
 
 
 def find(jobs: int | None) -> Finding:  # noqa: ARG001 - steps of some seconds each, played in turn
-    """Return what share of a step stages wait, against the micro-batches of a step, with the smaller vocabulary."""
+    """Return what share of a step stages wait, against the micro-batches of a step."""
     rows: list[dict[str, Any]] = []
-    points: dict[str, list[tuple[float, float, str]]] = {}
-    for vocabulary in _VOCABULARIES:
-        for count in _COUNTS:
-            for name, (order, chunks) in _ORDERS.items():
+    series: list[Line] = []
+    for words, vocabulary in _VOCABULARIES.items():
+        for name, (order, chunks) in _ORDERS.items():
+            points: list[tuple[float, float, str]] = []
+            for count in _COUNTS:
                 options = {"schedule.pipeline_schedule": order, "schedule.micro_batches": str(count)}
                 options |= {"schedule.pipeline_chunks": str(chunks)} if order == "interleaved" else {}
                 found = _STEP.replace(batch=count, set=options | {"model.vocab_size": str(vocabulary)}).predicted()
@@ -38,10 +39,10 @@ def find(jobs: int | None) -> Finding:  # noqa: ARG001 - steps of some seconds e
                 peak = max(stage.peak_hbm_bytes for stage in stages)
                 rows.append({"order": name, "vocab_size": vocabulary, "micro_batches": count, "bubbles": waits,
                              "step_time_s": found.step_time_s, "peak_hbm_bytes": peak})  # fmt: skip
-                if vocabulary == _VOCABULARIES[0]:
-                    points.setdefault(name, []).append((float(count), 100 * waits, f"{name}, {count} micro-batches"))
+                points.append((float(count), 100 * waits, f"{name}, {count} micro-batches"))
+            series.append(Line(f"{name}, vocabulary of {words}", points))
     step_s = {(row["order"], row["vocab_size"], row["micro_batches"]): row["step_time_s"] for row in rows}
-    (small, large), few, many = _VOCABULARIES, _COUNTS[0], _COUNTS[-1]
+    (small, large), few, many = _VOCABULARIES.values(), _COUNTS[0], _COUNTS[-1]
 
     def best(vocabulary: int, count: int) -> tuple[str, float]:
         """Return the fastest order, and how many times as fast as 1F1B it is."""
@@ -59,7 +60,7 @@ def find(jobs: int | None) -> Finding:  # noqa: ARG001 - steps of some seconds e
         f"micro-batches 1F1B takes {longer:.2f} times as long, and {of_large} is fastest, {large_times:.2f} times."
     )
     picture = lines(
-        [Line(name, of) for name, of in points.items()], about="Share of a step that stages wait for each other",
+        series, about="Share of a step that stages wait for each other",
         x_label="micro-batches of a step", y_label="bubbles, %", x_name=lambda count: f"{count:.0f}",
     )  # fmt: skip
     return Finding(conclusion, picture, rows)
