@@ -30,7 +30,6 @@ LOOP = "count = 0\nfor one in range(10_000_000): count += one"
 LOOP_S = 0.5
 """What that takes on the machine that targets were set for."""
 
-RUN = "run("
 README = "simulate --seq 512K --schedule "
 OF_405B = (
     'Setup(model="llama3.1-405b", cluster="hgx-h100", gpus=16384, scope="step", seq="128K", schedule="{schedule}", '
@@ -58,6 +57,11 @@ class Cell(NamedTuple):
     again: bool = False
     """Whether it is asked for the second time, so that its proof is remembered."""
 
+    @property
+    def imports(self) -> str:
+        """What stands before it: of a command what that does first, of others what a script imports."""
+        return OF_COMMANDS if self.code.startswith("run(") else OF_SETUPS
+
 
 class Spent(NamedTuple):
     """What a process took."""
@@ -75,7 +79,7 @@ class Spent(NamedTuple):
 
 def command(typed: str) -> str:
     """Return the code of a command line, whose output goes nowhere."""
-    return f"{RUN}{typed.split()!r})"
+    return f"run({typed.split()!r})"
 
 
 def attention(schedule: str, ranks: int, heads: int = 0) -> str:
@@ -140,10 +144,10 @@ def extended(setup: str, asked_s: float, then_asked_s: float) -> tuple[str, floa
     return code, asked_s, 'found.replace(set={"cluster.nvlink.bytes_per_s": "*2"}).step_time_s', then_asked_s
 
 
-OF_COMMANDS = f"""from sim.base.garbage import collect_rarely
+OF_COMMANDS = """from sim.base.garbage import collect_rarely
 collect_rarely()
 from experiments.verbs.cli import main
-def {RUN}typed):
+def run(typed):
     try: main(typed)
     except SystemExit as end: assert not end.code, end
 """
@@ -156,7 +160,7 @@ silent = contextlib.redirect_stdout(open(os.devnull, "w"))
 at = [time.process_time()]
 with silent:
 """
-"""What stands before the code of a cell, behind what a command does first or a script imports."""
+"""What stands before the code of a cell, behind its imports."""
 ENDING = """at.append(time.process_time())
 peak = open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]
 print(*at, peak)
@@ -168,8 +172,7 @@ def spent(cell: Cell, folder: str) -> Spent:
     SubprocessError where it fails, or takes longer than ``MOST_S``.
     """
     steps = [cell.code, "at.append(time.process_time())", cell.then or "pass"]
-    imports = OF_COMMANDS if cell.code.startswith(RUN) else OF_SETUPS
-    code = imports + PRELUDE + "".join(f"    {one}\n" for one in steps) + ENDING
+    code = cell.imports + PRELUDE + "".join(f"    {one}\n" for one in steps) + ENDING
     proofs = {"LONGSTEP_PROOFS": "on"} if cell.again else {}
     environment = {**os.environ, "XDG_CACHE_HOME": folder, **proofs}
     done = subprocess.run(

@@ -146,7 +146,7 @@ class _Columns(NamedTuple):
 
 
 _NONE = np.zeros(0, bool)
-"""Of which dtype whatever it is joined with may be."""
+"""Leaves what it is joined with its dtype."""
 _MOST = 2**62
 """Bytes that numpy's integers surely add up to."""
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -259,17 +259,17 @@ def _of_program(program: Program) -> _Columns:
     fragments, which = program.parts
     parts = list(map(_of_fragment, fragments))
     streams = tuple(dict.fromkeys(chain.from_iterable(part.streams for part in parts)))
-    names = [np.array([streams.index(name) for name in part.streams], np.int64) for part in parts]
-    parts = [part._replace(stream=own[part.stream]) for part, own in zip(parts, names, strict=True)]
+    places = [np.array([streams.index(name) for name in part.streams], np.int64) for part in parts]
+    parts = [part._replace(stream=place[part.stream]) for part, place in zip(parts, places, strict=True)]
     numbers, sizes = program.numbers
     first = np.cumsum(sizes) - sizes
     found: dict[str, Any] = {}
-    for own in _ROWS:
-        at, of_calls = rows([len(getattr(part, own[0])) for part in parts], which)
-        for name in own:
+    for names in _ROWS:
+        at, of_calls = rows([len(getattr(part, names[0])) for part in parts], which)
+        for name in names:
             found[name] = np.concatenate([_NONE, *(getattr(part, name) for part in parts)])[at]
-        if own[0] in _OF_BUFFERS:
-            found[own[0]] = numbers[found[own[0]] + np.repeat(first, of_calls)]
+        if names[0] in _OF_BUFFERS:
+            found[names[0]] = numbers[found[names[0]] + np.repeat(first, of_calls)]
     return _Columns(streams, **found)
 
 

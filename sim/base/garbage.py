@@ -1,6 +1,7 @@
 """Python's garbage collector, kept off while a schedule is built, proved, played or reported on, and rare otherwise.
 
-A schedule is very many small objects in no cycle, which the collector would walk again and again; so are modules.
+A schedule is very many small objects in no cycle, which the collector would walk again and again. So are modules, which
+stay.
 """
 
 from __future__ import annotations

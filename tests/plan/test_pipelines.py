@@ -8,10 +8,10 @@ import pytest
 
 import longstep
 from longstep import InputError, Setup
-from sim.plan.search.bounds import last_ranks, least_room, room_by_few
+from sim.plan.search.bounds import least_room, room_by_few
 from sim.plan.search.branches import Played, least_limits, least_of, played
 from sim.plan.search.families import families
-from sim.plan.search.few import of_layers, of_played, of_turns, of_turns_held
+from sim.plan.search.few import holds_as_much, of_layers, of_played, of_turns
 from sim.plan.search.passes import Work, least_steps, walked
 from sim.plan.search.space import Branch, Family
 from sim.plan.search.steps import step_of
@@ -127,15 +127,24 @@ def test_rounds_of_micro_batches_say_what_more_of_them_take(name: str, pp: int) 
     )
 
 
-@pytest.mark.parametrize("name", by_tier({"1f1b"}, {"zb-v", "looped-bfs"}, PIPELINES))
-def test_few_micro_batches_say_what_stages_hold(name: str) -> None:
+UNLIKE = {"interleaved": "1,1,2,0,0,3,1,1", "interleaved-zb": "3,2,0,2,1,1,0,2"}
+"""Layers of the chunks of four stages, which hold less of 8 micro-batches than of more."""
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", by_tier({"1f1b"}, {"zb-v", "looped-bfs", "interleaved-zb"}, PIPELINES))
+def test_few_micro_batches_say_what_stages_hold(name: str, pp: int) -> None:
     """To the byte; only orders that go forward with all of them first have to be walked with all."""
-    chunks = 2 if PIPELINES[name].chunks is None else 1
-    setup = make_step("ring", 8, 12, pipeline_schedule=name, pipeline_chunks=chunks)
-    few, whole = of_turns_held(setup), setup.resolved()
-    assert len(few.setups) == (1 if name in {"gpipe", "looped-bfs"} else 2)
-    ranks = last_ranks(whole.mesh)
-    assert room_by_few(whole, few, ranks) == least_room(whole, ranks)
+    split = UNLIKE[name] if pp == 4 and name in UNLIKE else ""
+    layers, chunks = sum(map(int, split.split(","))) if split else 8, 2 if PIPELINES[name].chunks is None else 1
+    options = {"pipeline_schedule": name, "pipeline_chunks": chunks, "checkpoint": "none"}
+    setup = make_step("ring", layers, 6 * pp, pp=pp, **options, **({"pipeline_layers": split} if split else {}))
+    few, whole = of_turns(setup), setup.resolved()
+    assert len(few.setups) == 2
+    assert holds_as_much(setup, few) is (name not in {"gpipe", "looped-bfs"})
+    if holds_as_much(setup, few):
+        assert room_by_few(whole, few) == least_room(whole)
+        assert least_limits(setup) == [*least_room(whole).limits]
 
 
 def test_layers_are_left_out_of_each_chunk_alike() -> None:

@@ -24,7 +24,7 @@ class KernelTable:
         self, profile: Profile, figures: Callable[[Dtype], Figures], sms: float, power_w: float | None = None
     ) -> None:
         self._figures = figures
-        self._profile = profile
+        self._forms, self._bound, self._beyond = profile.forms, profile.bound, profile.beyond
         self.load = Load(profile, power_w)
         self._nearest_row = cache(self._find_nearest_row)
         self._tiled = TiledAttention(profile.tiles, profile.points, sms)
@@ -118,10 +118,10 @@ class KernelTable:
         """Return how many times as long a kernel takes as the points that speak for it, where those are of another
         variant.
         """
-        form = None if self._has_points(use) else self._profile.forms.get(_form(use))
+        form = None if self._has_points(use) else self._forms.get(_form(use))
         if form is None:
             return 1.0
-        bound = self._profile.bound
+        bound = self._bound
         return form.low if bound == "low" else form.high if bound == "high" else form.longer
 
     def _has_points(self, use: KernelUse) -> bool:
@@ -131,10 +131,10 @@ class KernelTable:
         """Return the factor that bounds a kernel so many doublings longer than the longest point: 1 where no bound is
         asked for.
         """
-        if self._profile.bound is None:
+        if self._bound is None:
             return 1.0
-        factor = math.pow(self._profile.beyond.get(kernel, 1.0), drift(doublings))
-        return factor if self._profile.bound == "high" else 1 / factor
+        factor = math.pow(self._beyond.get(kernel, 1.0), drift(doublings))
+        return factor if self._bound == "high" else 1 / factor
 
     def _find_nearest_row(self, key: _Key, wanted: tuple[float, ...]) -> tuple[float, ...]:
         """Return which series of a kernel is closest to a wanted one."""
@@ -146,7 +146,7 @@ class KernelTable:
         if self._has_points(use):
             return exact, ""
         plain = (use.kernel, "", use.dtype)
-        if plain in self._points and _form(use) in self._profile.forms:
+        if plain in self._points and _form(use) in self._forms:
             return plain, ""
         like = sorted(key for key in self._points if key[0] == use.kernel)
         if not like:

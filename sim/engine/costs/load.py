@@ -18,20 +18,21 @@ class Load:
     """The rates of one profile under load; ``measured_w`` is the power limit of its machine, where that is known."""
 
     def __init__(self, profile: Profile, measured_w: float | None) -> None:
-        self._profile = profile
+        self._sustained, self._power, self._bound = profile.sustained, profile.power, profile.bound
+        self._of_sustained = profile.rates == "sustained"
         self._measured_w = measured_w
 
     def longer(self, use: KernelUse, seconds: float, at_peak_s: float, power_w: float | None) -> float:
         """Return how many times as long a kernel that FLOPs bound takes on a GPU of a power limit as in a short run on
         the machine that was measured, where it takes so many seconds, and would take ``at_peak_s`` of them at the peak.
         """
-        known = self._profile.sustained.get(use.kernel)
+        known = self._sustained.get(use.kernel)
         if known is None:
             return 1.0
         reaches = _share(seconds, *known.rises_s)
         fresh = 1 - _share(seconds, *known.falls_s)
-        sustained = self._profile.rates == "sustained"
-        bound, longer = self._profile.bound, known.longer
+        sustained = self._of_sustained
+        bound, longer = self._bound, known.longer
         if bound == "low":
             sustained = False  # waits and other kernels may rest the GPU so much that it keeps its clock
         elif bound == "high":
@@ -47,20 +48,20 @@ class Load:
         """Return how many times as long a kernel takes at the rate held as at a share of the peak, 1 at least."""
         if known.held is None:
             return 1.0
-        most = {"low": known.held.high, "high": known.held.low, None: known.held.share}[self._profile.bound]
+        most = {"low": known.held.high, "high": known.held.low, None: known.held.share}[self._bound]
         return max(share / most, 1.0)
 
     def limited(self, use: KernelUse, seconds: float) -> float:
         """Return how far a kernel of so many seconds in a short run reaches the power limit, from 0 to 1; 0 where rates
         are those of short runs.
         """
-        known = self._profile.sustained.get(use.kernel)
-        loaded = {"low": False, "high": True, None: self._profile.rates == "sustained"}[self._profile.bound]
+        known = self._sustained.get(use.kernel)
+        loaded = {"low": False, "high": True, None: self._of_sustained}[self._bound]
         return _share(seconds, *known.rises_s) if loaded and known is not None and known.longer > 1 else 0.0
 
     def note(self, power_w: float | None) -> str:
         """Return what has to be said of another power limit than the measured one; empty where it is that."""
-        law, measured_w = self._profile.power, self._measured_w
+        law, measured_w = self._power, self._measured_w
         if power_w is None or measured_w is None or power_w == measured_w:
             return ""
         limit = f"gpu.power_w {power_w:g}, measured at {measured_w:g} W"
@@ -73,15 +74,15 @@ class Load:
 
     def _slower(self, power_w: float | None) -> float:
         """Return how many times as long a kernel at the power limit takes as on the measured machine."""
-        law, measured_w = self._profile.power, self._measured_w
+        law, measured_w = self._power, self._measured_w
         if law is None or power_w is None or measured_w is None:
             return 1.0
         exponents = (law.low, law.exponent, law.high)
-        if self._profile.bound is None:
+        if self._bound is None:
             exponent = law.exponent
         else:
             of_time = [math.pow(measured_w / power_w, exponent) for exponent in exponents]
-            return min(of_time) if self._profile.bound == "low" else max(of_time)
+            return min(of_time) if self._bound == "low" else max(of_time)
         return math.pow(measured_w / power_w, exponent)
 
 

@@ -102,8 +102,7 @@ def least_room(found: Configuration, ranks: Sequence[int] | None = None, *, rese
     memory is what the software's allocator reserves, if that is known, which takes longer to compute. Raises InputError
     where it cannot be built.
     """
-    if ranks is None:
-        ranks = last_ranks(found.mesh) if found.entry in SCHEDULES.values() else found.mesh.first_replica
+    ranks = _some_ranks(found) if ranks is None else ranks
     schedule = found.built(ranks=len(ranks))
     programs = {rank: schedule.program(rank) for rank in ranks}
     derived = {rank: derive(one) for rank, one in programs.items()}
@@ -114,31 +113,33 @@ def least_room(found: Configuration, ranks: Sequence[int] | None = None, *, rese
 
 
 @garbage_collection_off()
-def room_by_few(whole: Configuration, few: Few, ranks: Sequence[int]) -> Room:
-    """Return the least that a configuration takes of each memory by these ranks, with ``few`` of its micro-batches. A
+def room_by_few(whole: Configuration, few: Few, ranks: Sequence[int] | None = None) -> Room:
+    """Return the least that a configuration takes of each memory, by few micro-batches of which stages hold as much. A
     rank holds more for each further one only where it keeps token ids, labels or losses of all.
     """
-    first, last = few.setups[0].resolved(), few.setups[-1].resolved()
-    walked = _walked(first.built(ranks=len(ranks)), ranks)
-    growing = [rank for rank in ranks if few.further and walked[rank].by_term["other"]]
-    for rank, more in _walked(last.built(ranks=len(growing)), growing).items():
-        walked[rank] = _with_more(walked[rank], more, few)
+    ranks = _some_ranks(whole) if ranks is None else ranks
+    walked = _walked(few.setups[-1].resolved(), ranks)
+    if growing := [rank for rank in ranks if few.further and walked[rank].by_term["other"]]:
+        for rank, first in _walked(few.setups[0].resolved(), growing).items():
+            walked[rank] = _with_more(first, walked[rank], few)
     return _room_of(whole, whole.built(ranks=0), walked)
 
 
-def _walked(schedule: Schedule, ranks: Sequence[int]) -> dict[int, MemoryWalk]:
+def _some_ranks(found: Configuration) -> Sequence[int]:
+    return last_ranks(found.mesh) if found.entry in SCHEDULES.values() else found.mesh.first_replica
+
+
+def _walked(found: Configuration, ranks: Sequence[int]) -> dict[int, MemoryWalk]:
+    schedule = found.built(ranks=len(ranks))
     programs = {rank: schedule.program(rank) for rank in ranks}
     return {rank: walk(one, derive(one)) for rank, one in programs.items()}
 
 
 def _with_more(first: MemoryWalk, last: MemoryWalk, few: Few) -> MemoryWalk:
-    """Return the peaks with all micro-batches, by those with few."""
-    peak, host_peak = (
-        round(few.told(*pair))
-        for pair in ((first.peak_bytes, last.peak_bytes), (first.host_peak_bytes, last.host_peak_bytes))
-    )
-    terms = {**last.by_term, "other": last.by_term["other"] + peak - last.peak_bytes}
-    return last._replace(peak_bytes=peak, host_peak_bytes=host_peak, by_term=terms)
+    """Return a walk whose peaks are those with all micro-batches; what else it has is of few."""
+    kept = round(few.told(first.by_term["other"], last.by_term["other"]))
+    further = kept - last.by_term["other"]
+    return last._replace(peak_bytes=last.peak_bytes + further, by_term={**last.by_term, "other": kept})
 
 
 def _room_of(

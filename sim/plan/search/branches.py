@@ -11,8 +11,8 @@ import msgspec
 from sim.base.errors import InputError
 from sim.engine.intervals.interval import Interval
 from sim.engine.results.room import Limit, Room
-from sim.plan.search.bounds import Least, least_of_any, least_room, least_seconds
-from sim.plan.search.few import PLAYED, WALKED, Few, of_layers, of_turns
+from sim.plan.search.bounds import Least, least_of_any, least_room, least_seconds, room_by_few
+from sim.plan.search.few import PLAYED, WALKED, Few, holds_as_much, of_layers, of_turns
 from sim.plan.search.passes import least_steps
 from sim.plan.search.space import Branch
 from sim.plan.search.steps import room_of_step, steps_of
@@ -102,12 +102,15 @@ def _least(setup: Setup) -> Least:
 
 def least_limits(setup: Setup) -> list[Limit]:
     """Return the least that a training step takes of each memory, by few of its layers and micro-batches."""
-    return _told(of_turns(setup), lambda one: _told(of_layers(one, WALKED), _room_limits, _with_more), _with_more)
+    return _told(of_layers(setup, WALKED), _limits, _with_more)
 
 
 def _limits(setup: Setup) -> list[Limit]:
     """Return the least that a training step takes of each memory, by all of its layers and few of its micro-batches."""
-    return _told(of_turns(setup), _room_limits, _with_more)
+    few = of_turns(setup)
+    if holds_as_much(setup, few):
+        return [*room_by_few(setup.resolved(), few).limits]
+    return _told(few, _room_limits, _with_more)
 
 
 def _room_limits(setup: Setup) -> list[Limit]:

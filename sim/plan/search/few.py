@@ -94,12 +94,11 @@ def of_turns(setup: Setup, *, steady: bool = True) -> Few:
     return Few([at_most(setup, count) for count in told], more - told[0], turns - more)
 
 
-def of_turns_held(setup: Setup) -> Few:
-    """Return the same for memory: with all micro-batches where stages keep more in flight of more of them."""
-    few = of_turns(setup)
+def holds_as_much(setup: Setup, few: Few) -> bool:
+    """Return whether stages keep no more in flight than with few micro-batches."""
     least, most = (stages_of(one.resolved()) for one in (few.setups[0], setup))
     stages = range(setup.resolved().mesh.pp)
-    return few if all(least.layers_in_flight(one) == most.layers_in_flight(one) for one in stages) else Few([setup])
+    return all(least.layers_in_flight(stage) == most.layers_in_flight(stage) for stage in stages)
 
 
 def at_most(setup: Setup, count: int) -> Setup:

@@ -15,7 +15,7 @@ from sim.engine.results.report import evidence
 from sim.engine.results.room import Room, fullest_of, room_of, room_played
 from sim.engine.results.sensitivity import IMBALANCE, Bound, bound, bound_of
 from sim.plan.search.bounds import least_room, room_by_few
-from sim.plan.search.few import PLAYED, Few, of_played, of_turns, of_turns_held
+from sim.plan.search.few import PLAYED, Few, holds_as_much, of_played, of_turns
 from sim.plan.search.room import room
 from sim.plan.search.timed import few_stages, told_by_passes
 from sim.schedule.methods.catalog import SCHEDULES
@@ -196,7 +196,8 @@ def room_of_step(setup: Setup, last: Simulation) -> Room:
         return room(whole)
     if whole.allocator is not None:
         return reserved_room(setup, ranks)
-    return room_by_few(whole, of_turns_held(setup), ranks) if ranks else least_room(whole)
+    few = of_turns(setup)
+    return room_by_few(whole, few, ranks) if ranks and holds_as_much(setup, few) else least_room(whole, ranks)
 
 
 def fullest(play: Simulation, mesh: Mesh) -> list[int]:

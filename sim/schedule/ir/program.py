@@ -102,7 +102,7 @@ class Program:
         place = {fragment: number for number, fragment in enumerate(dict.fromkeys(called))}
         return list(place), np.array([place[fragment] for fragment in called], np.int64)
 
-    @cached_property
+    @property
     def numbers(self) -> tuple[Array, Array]:
         """The numbers of the buffers of each call, one call after the other, and how many each has."""
         given = np.array([len(call.given) for call in self.calls], np.int64)
