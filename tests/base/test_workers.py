@@ -53,7 +53,9 @@ def within(limit_s: float, holds: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize(("verb", "number"), CASES)
 def test_no_worker_outlives_the_process_that_started_it(verb: str, number: int) -> None:
     program, out = [sys.executable, "-m", "longstep", *STARTS[verb]], subprocess.DEVNULL
+    was = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests begun by nohup would hand on ignored
     process = subprocess.Popen(program, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+    signal.signal(signal.SIGHUP, was)
     try:
         assert within(60, lambda: len(working_in(process.pid)) == 2)
         process.send_signal(number)

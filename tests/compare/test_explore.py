@@ -156,6 +156,7 @@ def test_a_file_that_is_no_journal_stays(tmp_path: Path, foreign: bytes) -> None
 COMMAND = [
     "sweep", "--model", "llama3-8b", "--cluster", "hgx-h100", "--layers", "1", "--scope", "layer", "--step-only",
     "--vary", "seq=32K..256K*2", "--vary", "schedule=ring,ulysses,zigzag,upipe", "--vary", f"{NVLINK}=*1,*2,*3,*4",
+    "--vary", "cluster.hbm.bytes_per_s=*1,*2,*3",
 ]  # fmt: skip
 
 
@@ -191,7 +192,7 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, kills: int) -> None:
     undisturbed = tmp_path / "undisturbed.csv"
     assert started(undisturbed).wait(300) == 0
     shown = [path.read_text().splitlines()[1:] for path in (out, undisturbed)]
-    assert len(shown[0]) == 1 + 4 * 4 * 4
+    assert len(shown[0]) == 1 + 4 * 4 * 4 * 3
     assert shown[0] == shown[1]
 
 
