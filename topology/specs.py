@@ -212,7 +212,7 @@ class ClusterSpec(Spec, frozen=True, kw_only=True):
                 f"{self.gpus_per_node}: ask for as many as its nodes have, or set its nodes and gpus_per_node alone"
             )
         for index in self.per_gpu:
-            if index >= total:
+            if not 0 <= index < total:
                 raise InputError(f"gpu[{index}] is beyond the {total} GPUs of cluster {self.name!r}: 0 to {total - 1}")
         if self.gpu.communication_sms >= self.gpu.sms and self.gpu.communication_sms:
             raise InputError(

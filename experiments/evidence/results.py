@@ -133,6 +133,8 @@ def _csv(name: str, data: bytes) -> Result:
         rows = list(csv.DictReader(io.StringIO("".join(lines[len(head) :]))))
     except csv.Error as error:
         raise InputError(f"{name!r} cannot be read as CSV ({error}); name another") from None
+    if not rows or any(None in row or None in row.values() for row in rows):
+        raise InputError(f"{name!r}: expected rows that have a cell for each name of the first one; name another")
     said = head[0].removeprefix("# ").partition(": ")[2].strip()
     return Result(name, "rows", [{key: _number(text) for key, text in row.items()} for row in rows], _command(said))
 
@@ -157,7 +159,7 @@ def _parquet(name: str, data: bytes) -> Result:
         raise InputError(f"{name!r} needs the package pyarrow: pip install 'longstep[parquet]', or a .csv") from None
     try:
         table = pq.read_table(io.BytesIO(data))
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise InputError(f"{name!r} cannot be read as Parquet ({error}); name another") from None
     said = (table.schema.metadata or {}).get(SWEEP_MARK.encode())
     if said is None:

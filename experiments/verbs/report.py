@@ -34,11 +34,10 @@ def report(command: Report, console: Console) -> None:
     """Write the page of some results."""
     if not command.files:
         raise InputError("report needs results: name one file or more, such as rows.parquet plan.json")
-    out = command.output(command.out, PAGE_FILE)
+    out = PAGE_FILE.at(command.out, force=command.force)
     require_outputs([out])
     plotly_js()
     found = [read_result(path) for path in command.files]
     title = command.title or ", ".join(Path(path).name for path in command.files)
-    assert out is not None
     out.write(page(title, found).encode())
     console.print(f"{len(found)} result{'s' * (len(found) > 1)} in {command.out}", markup=False)

@@ -70,7 +70,7 @@ def sweep(command: Sweep, console: Console) -> None:
     setup, vary = command.selection.first("schedule").setup(), _varied(command)
     zipped = [listed(text, "`zip`", "seq,gpus") for text in command.zip]
     combined = combinations(axes_of(vary, zipped))
-    out = command.output(command.out, _kind(command.out)) if command.out else None
+    out = command.output(command.out, _kind(command.out)) if command.out is not None else None
     require_outputs([out])
     journal = Path(f"{command.out}.journal") if command.out else None
     if command.step_only and setup.seeds is None:
@@ -87,13 +87,16 @@ def sweep(command: Sweep, console: Console) -> None:
             if journal:
                 sys.stderr.write(f"what is finished is in {str(journal)!r}: the same command goes on\n")
             raise
-    if out and journal:
+    refused = all(row["error"] for row in found)
+    kept = refused and out is not None and Path(out.path).exists()  # rows of an earlier sweep are worth more
+    if out and journal and not kept:
         about = {SWEEP_MARK: " ".join(sys.argv[1:]) or "called from Python"}
         out.write(_parquet(found, about) if out.path.endswith(".parquet") else _csv(found, about))
+    if journal:
         journal.unlink(missing_ok=True)
     keys, name = list(combined[0]), schedule_name(setup.played)
-    if all(row["error"] for row in found):
-        _print_refused(found, command, console)
+    if refused:
+        _print_refused(found, command, console, kept=kept)
     layers = setup.model_spec.num_layers if setup.layers is None else setup.layers
     said = best(found.rows, keys, name, scope=setup.scope, layers=layers)
     basis = grounds_of(_decisive(setup, found, combined, name, extend=command.extend))
@@ -108,13 +111,14 @@ def sweep(command: Sweep, console: Console) -> None:
     tell([basis], console, everything=command.evidence)
 
 
-def _print_refused(found: longstep.Table, command: Sweep, console: Console) -> NoReturn:
+def _print_refused(found: longstep.Table, command: Sweep, console: Console, *, kept: bool) -> NoReturn:
     """Print rows none of which can be played, and raise InputError with the reason of the first."""
     if command.json:
         print_json({"answer": f"None of {len(found)} rows can be played", "rests_on": [], "rows": found.rows}, console)
     else:
         console.print(_table(found, BESIDE))
-    there = f"; all reasons are in {command.out!r}" if command.out else ""
+    written = f"; {command.out!r} stays as it was" if kept else f"; all reasons are in {command.out!r}"
+    there = written if command.out else ""
     raise InputError(f"none of {len(found)} rows can be played; the first: {found[0]['error']}{there}")
 
 
@@ -137,8 +141,11 @@ def _varied(command: Sweep) -> dict[str, str | list[str]]:
         field: [typed_schedule(value) for value in values] if field == "schedule" else values
         for field, values in command.selection.lists().items()
     }
-    vary = dict(_pair(text) for text in command.vary)
-    for key in vary:
+    pairs = [_pair(text) for text in command.vary]
+    vary = dict(pairs)
+    for key, _ in pairs:
+        if [other for other, _ in pairs].count(key) > 1:
+            raise InputError(f"`vary` {key}: expected once, with all of its values such as {key}=A,B")
         if field_of(key) in lists:
             raise InputError(f"`vary` {key}: `{key}` lists several, too; name each once")
     require_names(
@@ -206,10 +213,17 @@ def _parquet(found: longstep.Table, about: dict[str, str]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.table(found.to_dict()).replace_schema_metadata(about)
+    columns = {name: _storable(column) for name, column in found.to_dict().items()}
+    table = pa.table(columns).replace_schema_metadata(about)
     sink = io.BytesIO()
     pq.write_table(table, sink)
     return sink.getvalue()
+
+
+def _storable(column: Sequence[object]) -> Sequence[object]:
+    """Return a column as Parquet takes it: as text where a whole number has more than 64 bits."""
+    large = any(isinstance(value, int) and not -(2**63) <= value < 2**63 for value in column)
+    return [None if value is None else str(value) for value in column] if large else column
 
 
 def _csv(found: longstep.Table, about: dict[str, str]) -> bytes:
@@ -217,7 +231,7 @@ def _csv(found: longstep.Table, about: dict[str, str]) -> bytes:
 
     text = io.StringIO()
     for name, value in about.items():
-        text.write(f"# {name}: {value}\n")
+        text.write(f"# {name}: {' '.join(value.split())}\n")
     writer = csv.DictWriter(text, list(found.to_dict()), lineterminator="\n")
     writer.writeheader()
     writer.writerows(found.rows)

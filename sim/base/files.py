@@ -40,6 +40,8 @@ class Output(NamedTuple):
 
     def require(self) -> None:
         """Raise InputError if the file cannot be written, or must not be: it is another's, read-only, or no file."""
+        if not self.path:
+            raise InputError(f"'': expected a name for {self.kind.name.partition(' ')[2]}")
         with _explained(self.path):
             wrong = self._wrong(Path(os.path.realpath(self.path)), _found(self.path))
         if wrong:

@@ -6,6 +6,7 @@ key and a wrong value read alike everywhere. ``overrides`` changes figures of wh
 
 from __future__ import annotations
 
+import codecs
 import re
 import reprlib
 import stat
@@ -99,7 +100,7 @@ def read_bytes(what: str, path: str, where: str) -> bytes:
         elif found.st_size > MOST_BYTES:
             wrong = f"it has {found.st_size} bytes, more than {MOST_BYTES}"
         else:
-            return Path(path).read_bytes()
+            return Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)  # as Windows' editors write
     except OSError as error:
         wrong = str(error.strerror)
     except ValueError as error:  # a path with a NUL byte, or with what is no character
@@ -150,6 +151,9 @@ def explained(error: msgspec.ValidationError, owner: Any, data: object) -> str:
         return f"the key {'.'.join(filter(None, (path, match[1])))} is missing"
     if re.match("Invalid enum value", said):
         return f"{given}allowed are {', '.join(str(one) for kind in _alternatives(at) for one in get_args(kind))}"
+    if re.match("Invalid value", said):
+        structs = [one for one in _alternatives(_hint(owner, steps[:-1])) if hasattr(one, "__struct_config__")]
+        return f"{given}allowed are {', '.join(str(one.__struct_config__.tag) for one in structs)}"
     if re.match("Expected `str` matching", said):
         return f"{given}expected {_described(owner, steps)}"
     if match := re.fullmatch(r"Expected `str` of length (\S+) (\d+)", said):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from sim.base.errors import InputError
 from sim.base.presets import load_toml
+from sim.words.workload import require_seed
 
 Sample = Callable[[np.random.Generator, int], NDArray[np.int64]]
 """Draws so many lengths, each 1 or more."""
@@ -100,6 +101,7 @@ def draw(sample: Sample, num_tokens: int, seed: int, longest: int | None = None)
     for name, value in (("num_tokens", num_tokens), ("longest", num_tokens if longest is None else longest)):
         if value < 1:
             raise InputError(f"`{name}` {value}: expected a whole number of 1 or more")
+    require_seed(seed)
     rng = np.random.default_rng(seed)
     parts: list[NDArray[np.int64]] = []
     left = num_tokens

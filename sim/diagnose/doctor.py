@@ -55,6 +55,9 @@ def doctor(
     base = setup.predicted()
     measured = with_traces(measured, traces, _all_ranks(setup, traces))
     measured.require()
+    ranks = setup.resolved().mesh.size
+    if measured.rank_s and len(measured.rank_s) != ranks:
+        raise InputError(f"`rank_times` of {len(measured.rank_s)} ranks: expected those of all {ranks}")
     judge = Judge(setup, measured, base)
     signs = judge.signs()
     floors = base.figures.floors

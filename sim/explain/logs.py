@@ -25,7 +25,7 @@ _MOST_LINES = 2000
 """Of a file the last ones are read."""
 _MOST_LINE = 1024
 """Characters of a line: what is longer is no line of figures."""
-_NUMBER = r"(?<![\d.])(?P<value>\d+(?:,\d{3})*(?:\.\d*)?(?:e[+-]?\d{1,2})?)"
+_NUMBER = r"(?<![\d.-])(?<!\d,)(?P<value>\d+(?:,\d{3})*(?:\.\d*)?(?:e[+-]?\d{1,2})?)"
 _LARGEST = 1e18
 """No figure of a run is as large."""
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

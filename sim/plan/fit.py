@@ -222,5 +222,8 @@ def switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
 
 
 def _takes(setup: Setup, technique: str) -> bool:
-    """Return whether a model takes a technique: no MLP with adapters is tiled."""
-    return "mlp" not in TECHNIQUES[technique].on or not adapts_mlp(setup.model_spec)
+    """Return whether a model takes a technique: no MLP with adapters is tiled, and of one layer alone none leaves."""
+    on = TECHNIQUES[technique].on
+    if "activations" in on and setup.resolved().workload.layers == 1:
+        return False
+    return "mlp" not in on or not adapts_mlp(setup.model_spec)

@@ -200,6 +200,12 @@ class PackedSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return sum(self.documents) + self.padding
 
 
+def require_seed(seed: object) -> None:
+    """Raise InputError for what is no seed of numpy and torch."""
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"`seed` {seed}: expected a whole number from 0 to 2^63 - 1")
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One step's work of one context-parallel group; data-parallel replicas have sequences of their own each."""
 
@@ -239,8 +245,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name, most in (("layers", MOST_LAYERS), ("batch", MOST_SEQUENCES)):
             if not 1 <= (given := getattr(self, name)) <= most:
                 raise InputError(f"`{name}` {given}: expected 1 to {most}")
-        if not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"`seed` {self.seed}: expected a whole number of 64 bits")
+        require_seed(self.seed)
         if self.dtype not in FLOATS:
             raise unknown("data type", self.dtype, FLOATS, "`dtype`")
         if self.scope == "attention" and self.layers != 1:

@@ -252,6 +252,7 @@ def test_memory_that_did_not_move_between_degrees() -> None:
         (Measured(memory_bytes=math.inf), "`memory` inf"),
         (Measured(step_time_s=1.0, mfu=41.0), "`mfu` 41: expected a share"),
         (Measured(rank_s=(1.0, 0.0)), "`rank_times` 0"),
+        (Measured(rank_s=(1.0, 2.0)), "`rank_times` of 2 ranks: expected those of all 8"),
     ],
 )
 def test_what_is_no_measurement_is_refused(run: Measured, message: str) -> None:

@@ -71,7 +71,7 @@ def test_what_is_not_understood_is_said_by_name() -> None:
     assert read_log("26s/it, 5 apples; watts 700").unknown == ("5 apples", "watts 700")
 
 
-@pytest.mark.parametrize("text", ["", "hello", "0 s/it", "9" * 5000, "\x00", "5 apples"])
+@pytest.mark.parametrize("text", ["", "hello", "0 s/it", "26,5s/it", "-5s/it", "9" * 5000, "\x00", "5 apples"])
 def test_a_text_of_which_nothing_is_understood_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(InputError, match="`log` .*nothing of it is understood; expected such as 26s/it") as refused:
         read_log(text)

@@ -108,6 +108,9 @@ def test_techniques_that_a_model_does_not_take_are_left_out() -> None:
     assert "tiled MLP" not in switched_off(frozen)
     assert {family.grid["mlp"] for family in families(frozen)} == {("whole",)}
     assert "tiled MLP" in switched_off(frozen.replace(set={"model.lora_targets": "q+v"}))
+    one = switched_off(ON_TWO.replace(layers=1))
+    assert one.keys() < switched_off(ON_TWO).keys(), "activations of the last layer stay"
+    longstep.what_helps(ON_TWO.replace(layers=1, seq="4M"))
 
 
 @pytest.mark.parametrize("stack", sweep_but({"fsdp"}, list(STACKS)))

@@ -426,6 +426,9 @@ HOSTILE = {
     "list.json": ('{"train_batch_size":' + "[" * 950 + "]" * 950 + "}", "recursion|has no key"),
     "bomb.yaml": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "an alias"),
     "object.yaml": ("base_model: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+    "no-number.yaml": ('base_model: !!int ""\n', "not what its tag says"),
+    "no-truth.yaml": ("base_model: !!bool x\n", "not what its tag says"),
+    "no-date.yaml": ("base_model: !!timestamp x\n", "not what its tag says"),
     "twice.yaml": ("base_model: a\nbase_model: b\n", "stands twice"),
     "date.yaml": ("base_model: 2001-13-45\n", "month must be in 1..12"),
     "text.yaml": ("hello", "expected a table"),
@@ -436,6 +439,12 @@ HOSTILE = {
     "long.sh": ("run " + "x" * 5000, "lines of at most 4096"),
     "unknown.yaml": ("a: 1\n", "no key of one that is known; say with `framework`"),
 }
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
+    for name in ("torchtitan-llama3-8b.toml", "trainer-fsdp.json"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (FILES / name).read_bytes())
+        assert read(str(tmp_path / name)).given == read(str(FILES / name)).given
 
 
 @pytest.mark.parametrize("name", HOSTILE)

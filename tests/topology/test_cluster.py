@@ -227,6 +227,8 @@ def test_a_users_cluster_file(tmp_path: Path) -> None:
         (("sms = 10", "sms = " + "[\n" * 100_000), "recursion"),
         (("sms = 10", "a." * 50_000 + "a = 1"), "in lines of at most 4096"),
         (("gpus_per_node = 2", "gpus_per_node = 2 3"), "mine.toml"),
+        (("nvlink = {", 'fabric = {kind = "star"}\nnvlink = {'), "fabric.kind is 'star': allowed are mesh, torus, "),
+        (("nvlink = {", "per_gpu = {-1 = {speed = 0.5}}\nnvlink = {"), r"gpu\[-1\] is beyond the 2 GPUs"),
     ],
 )
 def test_a_cluster_file_that_is_wrong(tmp_path: Path, change: tuple[str, str], message: str) -> None:

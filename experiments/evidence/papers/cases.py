@@ -8,12 +8,11 @@ runs as files.
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -51,6 +50,9 @@ _KEYS_ALONE = (
 """What says anything of an op alone, beside how large it is."""
 
 
+Target: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cases that are judged together."""
 
@@ -58,7 +60,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cases: list[dict[str, Any]]
     """Each a selection, and ``measured_s``; where ops were timed, not a step, also ``measure``: of which kind. With a
     size they were alone."""
-    target: float | None = None
+    target: Target | None = None
     """Largest mean error that counts as met."""
     blind: float | None = None
     """Mean error of the first prediction, before anyone had seen how far off it was."""
@@ -76,7 +78,7 @@ class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     of: list[str]
     """Names of the groups."""
-    target: float | None = None
+    target: Target | None = None
     blind: float | None = None
 
 
@@ -108,7 +110,7 @@ class MemoryGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Each a selection, with ``ran`` (false: out of memory), ``measured_gib`` by term, or ``longest`` in place of
     ``seq``: the longest context that ran. ``about`` names it.
     """
-    target: float | None = None
+    target: Target | None = None
     """Largest error of a measured size that counts as met."""
     set: tuple[str, ...] = ()
 
@@ -127,7 +129,7 @@ class CaseFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile_sha256: str = ""
     """Of the profile's file when the cases were written, or the beginning of it; where the file is another one since,
     the evidence says so."""
-    target: float | None = None
+    target: Target | None = None
     """Largest mean error over all cases that counts as met."""
     together: list[Together] = []
     """Where there are some, the first table of the evidence has a row for each, and for each group in none."""
@@ -147,6 +149,10 @@ class HostFigures(NamedTuple):
     """For a send or receive by itself, and its wait."""
     kernel_s: float
     """For an eager kernel."""
+
+
+_LONGEST_S = 1e9
+"""No step takes as long."""
 
 
 class Case(NamedTuple):
@@ -360,8 +366,8 @@ def _case(file: CaseFile, group: Group, case: dict[str, Any]) -> Case:
     where = f"case file {file.title!r}, group {group.name!r}"
     fields = file.select | case
     measured_s = fields.pop("measured_s", None)
-    if type(measured_s) not in {int, float} or not 0 < measured_s < math.inf:
-        raise InputError(f"{where}: {case} has no measured_s above 0")
+    if type(measured_s) not in {int, float} or not 0 < measured_s <= _LONGEST_S:
+        raise InputError(f"{where}: {case} has no measured_s above 0, and of at most {_LONGEST_S:g} seconds")
     sizes = {key: fields.pop(key) for key in _SIZES if key in fields}
     alike = _alike(file, fields)
     overrides = _set_by(file, case, group.set, where)

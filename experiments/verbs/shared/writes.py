@@ -16,4 +16,4 @@ class Writes:
 
     def output(self, path: str | None, kind: Kind) -> Output | None:
         """Return the file that an option names, if it names one."""
-        return kind.at(path, force=self.force) if path else None
+        return None if path is None else kind.at(path, force=self.force)

@@ -54,6 +54,8 @@ def file_of(path: str, data: bytes) -> File:
         if not isinstance(found, dict):
             raise TypeError("expected a table of keys")
         given = {key: shown(value) for key, value in _flat(found)}
+    except (AttributeError, LookupError) as error:  # of PyYAML, which reads !!int "" by its first character
+        raise InputError(f"configuration {path!r}: a value is not what its tag says; change it in that file") from error
     except (ArithmeticError, RecursionError, TypeError, ValueError, yaml.YAMLError) as error:
         said = " ".join(str(error).split())
         raise InputError(f"configuration {path!r}: {said}; change it in that file") from error

@@ -170,6 +170,12 @@ def test_a_number_of_seeds_without_a_median_is_refused(seeds: int) -> None:
         )
 
 
+@pytest.mark.parametrize("seed", [-1, -(10**30)])
+def test_a_seed_of_no_generator_is_refused(seed: int) -> None:
+    with pytest.raises(InputError, match=f"`seed` {seed}: expected a whole number from 0 to"):
+        longstep.predict("ring", model="llama3-8b", cluster="hgx-h100", seq="8K", gpus=2, seed=seed, scope="attention")
+
+
 def test_replicas_that_pad_what_they_send_have_the_same_noise_and_more_ops() -> None:
     """Three ranks do not divide the weights: the last one has less of them, and zeros."""
     found = longstep.predict(

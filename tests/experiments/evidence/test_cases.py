@@ -89,6 +89,7 @@ def test_what_is_wrong_in_a_case(tmp_path: Path, more: str, message: str) -> Non
     [
         ("measured_s = 0.01", "measured_s = 0", "no measured_s above 0"),
         ("measured_s = 0.01", "measured_s = nan", "no measured_s above 0"),
+        ("measured_s = 0.01", "measured_s = 1e308", "no measured_s above 0, and of at most 1e[+]09 seconds"),
         ("measured_s = 0.01", "measured_s = true", "no measured_s above 0"),
         ('"zigzag"', '"zagzig"', "group 'two schedules', measured_s 0.005: unknown schedule"),
         ('scope = "attention"\n', "", "has no scope: set scope to attention, layer or step"),

@@ -47,6 +47,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return line
 
 
+def test_an_empty_name_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """As a variable of a shell is that nobody has set."""
+    for option in ("--trace", "--html"):
+        command = ("simulate", *ON_H100) if option == "--trace" else ("evaluate", "ring_iteration_h100")
+        assert "'': expected a name for" in refusal(capsys, *command, option, "")
+    assert "'': expected a name for" in refusal(capsys, "report", RECORD, "--out", "")
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(("command", "option", "name"), WRITING, ids=lambda value: str(value)[:40])
 def test_only_what_longstep_wrote_is_replaced(

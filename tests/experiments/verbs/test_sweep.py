@@ -59,6 +59,22 @@ def test_a_table_whose_rows_all_failed_is_an_error(capsys: pytest.CaptureFixture
     assert "none of 2 rows can be played; the first: Ulysses degree 3" in fails(capsys, *no_map)
 
 
+@pytest.mark.sweep
+def test_what_nobody_can_play_leaves_an_earlier_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    csv = tmp_path / "rows.csv"
+    run(capsys, *SWEEP, "--vary", "seq=32K", "--out", str(csv))
+    before = csv.read_text()
+    assert f"{str(csv)!r} stays as it was" in fails(capsys, *SWEEP, "--vary", "jitter=5,7", "--out", str(csv))
+    assert csv.read_text() == before
+
+
+@pytest.mark.sweep
+def test_numbers_beyond_64_bits_are_written_as_texts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    parquet = tmp_path / "rows.parquet"
+    run(capsys, *SWEEP, "--vary", f"batch=1,{10**23}", "--out", str(parquet))
+    assert pq.read_table(parquet)["batch"].to_pylist() == ["1", str(10**23)]
+
+
 def test_what_a_sweep_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     mine = tmp_path / "mine.csv"
     mine.write_text("a,b\n")
@@ -68,3 +84,5 @@ def test_what_a_sweep_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "--vary seq: expected KEY=VALUES" in fails(capsys, *SWEEP, "--vary", "seq")
     assert "`vary` is empty" in fails(capsys, *SWEEP).replace("--vary", "`vary`")
     assert "--jobs 0" in fails(capsys, *SWEEP, *one, "--jobs", "0")
+    assert "--vary seq: expected once" in fails(capsys, *SWEEP, *one, "--vary", "seq=64K")
+    assert "ends in .parquet or .csv" in fails(capsys, *SWEEP, *one, "--out", "")

@@ -160,6 +160,12 @@ def test_what_is_wrong_in_a_file_is_named(text: str) -> None:
     assert len(str(refused.value)) < 400
 
 
+def test_a_stage_that_a_file_does_not_have_is_named() -> None:
+    pipeline = pipeline_in(b"0F0,0B0\n1F0,1B0", "my.csv")
+    with pytest.raises(InputError, match="'my.csv' has 2 stages, and asked are 4: set `pp_degree`"):
+        pipeline.last_stage(4)
+
+
 def test_bytes_that_are_no_text_and_marks_of_byte_order() -> None:
     with pytest.raises(InputError, match="row 1, cell 1 '\ufffd\ufffd': expected a pass"):
         pipeline_in(b"\xff\xfe", "my.csv")

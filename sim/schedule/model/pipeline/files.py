@@ -59,8 +59,13 @@ class Listed(NamedTuple):
             )
         return list(self.rows[stage])
 
-    def stage_of(self, chunk: int, _stages: int) -> int:
-        """Return the stage of a chunk."""
+    def stage_of(self, chunk: int, stages: int) -> int:
+        """Return the stage of a chunk; raises InputError for one that the file does not have."""
+        if chunk not in self.stages:
+            raise InputError(
+                f"pipeline {self.name!r} has {len(self.rows)} stages, and asked are {stages}: set `pp_degree`, or "
+                f"{_WHERE}"
+            )
         return self.stages[chunk]
 
 
