@@ -198,8 +198,19 @@ class Selection:
     def packed(self, setup: Setup) -> Setup:
         """Return a step whose documents are put into micro-batches, where that was typed."""
         if self.pack is None and not is_distribution(self.documents):
+            self._require_as_long(setup)
             return setup
         return packed_by(setup, self.pack or "concatenated")
+
+    def _require_as_long(self, setup: Setup) -> None:
+        """Raise InputError for a length that was typed, and is not that of the documents."""
+        if self.documents is None or isinstance(self.seq, Untyped) or is_list("seq", self.seq):
+            return
+        if tokens("seq", self.seq) != setup.sequence_length:
+            raise InputError(
+                f"`seq` {self.seq}, and `documents` of {setup.sequence_length} tokens: leave out `seq`, or say with "
+                f"`pack` how documents of a global batch come into such sequences"
+            )
 
     def fields(self) -> dict[str, Any]:
         """Return all fields, numbers as such; raises InputError for what is none."""

@@ -88,6 +88,7 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str], tmp_p
         (("simulate", "--seq", "0"), "8K or 1M"),
         (("simulate", "--documents", "5.5,3"), "--documents: '5.5' is no length: expected a whole number"),
         (("simulate", "--documents", "5,0"), "--documents: document 1 has 0 tokens"),
+        (("simulate", "--documents", "4096", "--seq", "8K"), "--seq 8K, and --documents of 4096 tokens: leave out"),
         (("balance", "--documents", "5,-3"), "--documents: document 1 has -3 tokens"),
         (("balance", "--documents", "9" * 5000), "is no length"),
         (
