@@ -131,6 +131,8 @@ def _show_fabric(command: Show, console: Console) -> None:
 
     if command.ranks:
         raise InputError("`ranks` are of a schedule; leave them out with `format` fabric")
+    if command.out and not command.out.endswith(".svg"):
+        raise InputError(f"`out` {command.out}: expected a name that ends in .svg")
     out, selection = command.output(command.out, FIGURE_FILE), command.selection
     require_outputs([out])
     selection.require_one()

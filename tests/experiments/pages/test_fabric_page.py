@@ -103,3 +103,6 @@ def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "one switch, 4 nodes of 8 GPUs" in file.read_text()
     main(["show", "--format", "fabric", "--cluster", "hgx-h100", "--out", str(file)])
     assert "nvswitch 0" in file.read_text()
+    with pytest.raises(SystemExit):
+        main(["show", "--format", "fabric", "--cluster", "hgx-h100", "--out", str(tmp_path / "fabric.png")])
+    assert "expected a name that ends in .svg" in capsys.readouterr().err
