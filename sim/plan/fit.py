@@ -11,13 +11,16 @@ from sim.base.errors import InputError
 from sim.engine.results.report import report
 from sim.plan.longest import longest, padded_room
 from sim.plan.search.families import as_ring
+from sim.plan.search.few import stages_of
 from sim.plan.search.room import room
 from sim.schedule.methods.catalog import SCHEDULES
 from sim.schedule.model.adapters import adapts_mlp
+from sim.schedule.model.saving import leaves
 from sim.setup import names
 from sim.setup.answers.answer import grounds, what_fits
 from sim.setup.answers.rows import of_ladder
 from sim.setup.answers.table import Table
+from sim.setup.configuration import Configuration
 from sim.setup.global_batch import sequences_of
 from sim.setup.prediction import Prediction
 from sim.setup.setup import Setup
@@ -222,8 +225,16 @@ def switched_off(setup: Setup) -> dict[str, Mapping[str, str]]:
 
 
 def _takes(setup: Setup, technique: str) -> bool:
-    """Return whether a model takes a technique: no MLP with adapters is tiled, and of one layer alone none leaves."""
+    """Return whether a model takes a technique: no MLP with adapters is tiled, and no stage offloads a single layer."""
     on = TECHNIQUES[technique].on
-    if "activations" in on and setup.resolved().workload.layers == 1:
+    if "activations" in on and not all(map(leaves, _chunks(setup.resolved()))):
         return False
     return "mlp" not in on or not adapts_mlp(setup.model_spec)
+
+
+def _chunks(found: Configuration) -> list[list[range]]:
+    """Return the layers of each chunk of each stage."""
+    if found.mesh.pp == 1:
+        return [[range(found.workload.layers)]]
+    stages = stages_of(found)
+    return [list(map(stages.layers, stages.chunks_of(stage))) for stage in range(found.mesh.pp)]

@@ -108,9 +108,20 @@ def test_techniques_that_a_model_does_not_take_are_left_out() -> None:
     assert "tiled MLP" not in switched_off(frozen)
     assert {family.grid["mlp"] for family in families(frozen)} == {("whole",)}
     assert "tiled MLP" in switched_off(frozen.replace(set={"model.lora_targets": "q+v"}))
-    one = switched_off(ON_TWO.replace(layers=1))
-    assert one.keys() < switched_off(ON_TWO).keys(), "activations of the last layer stay"
-    longstep.what_helps(ON_TWO.replace(layers=1, seq="4M"))
+
+
+@pytest.mark.sweep
+def test_a_single_layer_is_not_asked_to_leave_the_gpu() -> None:
+    """Nor that of a stage: the last one of each chunk stays there."""
+    stages = ON_TWO.replace(schedule="single", pp_degree=2, batch=2)
+    for one, more in ((ON_TWO.replace(layers=1), ON_TWO), (split(stages, 3, 1), split(stages, 2, 2))):
+        assert switched_off(more).keys() - switched_off(one).keys() == {"offload"}
+        longstep.what_helps(one.replace(seq="4M"))
+
+
+def split(setup: Setup, *layers: int) -> Setup:
+    options = {"schedule.micro_batches": 2, "schedule.pipeline_layers": ",".join(map(str, layers))}
+    return setup.replace(layers=sum(layers), set=options)
 
 
 @pytest.mark.parametrize("stack", sweep_but({"fsdp"}, list(STACKS)))

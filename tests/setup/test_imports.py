@@ -419,6 +419,12 @@ def test_shards_over_some_replicas_are_not_sayable(tmp_path: Path) -> None:
     assert imported(path, anyway=True).setup().gpus == 64
 
 
+def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
+    for name in ("torchtitan-llama3-8b.toml", "trainer-fsdp.json"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (FILES / name).read_bytes())
+        assert read(str(tmp_path / name)).given == read(str(FILES / name)).given
+
+
 HOSTILE = {
     "deep.yaml": ("a: " + "[" * 600, "recursion"),
     "deeper.yaml": ("\n".join("[" * 1000 for _ in range(100)), "recursion"),
@@ -439,12 +445,6 @@ HOSTILE = {
     "long.sh": ("run " + "x" * 5000, "lines of at most 4096"),
     "unknown.yaml": ("a: 1\n", "no key of one that is known; say with `framework`"),
 }
-
-
-def test_a_mark_of_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
-    for name in ("torchtitan-llama3-8b.toml", "trainer-fsdp.json"):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (FILES / name).read_bytes())
-        assert read(str(tmp_path / name)).given == read(str(FILES / name)).given
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -176,6 +176,11 @@ class Offload(_Elsewhere):
         return self._copied(layer, self._place, "offload layer", kept)
 
 
+def leaves(chunks: Sequence[range]) -> bool:
+    """Return whether a layer of a stage's chunks leaves its activations: those of the last one of each stay."""
+    return any(len(layers) > 1 for layers in chunks)
+
+
 def saving(
     b: ProgramBuilder,
     name: SavingName,
@@ -201,9 +206,10 @@ def saving(
         )
     if name == "save-on-cpu":
         return SaveOnCpu(b, chosen, first)
-    if workload.layers == 1 or (all(len(layers) < 2 for layers in chunks or ()) and chunks):
+    chunks = chunks or (range(workload.layers),)
+    if not leaves(chunks):
         raise InputError(
             f"`set` schedule.activations={name} keeps the last layer on the GPU, and there is one: set `layers` 2 or "
             f"more, or `set` schedule.activations=save-on-cpu"
         )
-    return Offload(b, name, chosen, first, chunks or (range(workload.layers),))
+    return Offload(b, name, chosen, first, chunks)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import longstep
 from experiments.verbs.cli import main
 from sim.base.errors import InputError
 from sim.engine.play.simulate import simulate
@@ -59,6 +60,16 @@ def cheapest(workload, mesh, hints):
 
     return min((ring.build(workload, mesh, RingOptions(layout=x)) for x in ("contiguous", "zigzag")), key=seconds)
 """
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("function", ["build", "bare"])
+def test_a_plan_takes_a_schedule_of_ones_own(tmp_path: Path, function: str) -> None:
+    """Whose options know nothing of pipelines, if it has any."""
+    setup = own(tmp_path, function, model="tiny", gpus=2, layers=2, seq="4K", scope="step")
+    found = longstep.plan(setup, limit_s=5, jobs=1)
+    assert found.best
+    assert all("own.py" in row["schedule"] for row in found.best)
 
 
 def own(tmp_path: Path, function: str, *set_: str, **fields: object) -> Setup:

@@ -47,12 +47,17 @@ def refusal(capsys: pytest.CaptureFixture[str], *command: str) -> str:
     return line
 
 
-def test_an_empty_name_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+EMPTY = [
+    ("simulate", *ON_H100, "--trace", ""),
+    ("evaluate", "ring_iteration_h100", "--html", ""),
+    ("report", RECORD, "--out", ""),
+]
+
+
+@pytest.mark.parametrize("command", EMPTY, ids=lambda command: command[0])
+def test_an_empty_name_is_none(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """As a variable of a shell is that nobody has set."""
-    for option in ("--trace", "--html"):
-        command = ("simulate", *ON_H100) if option == "--trace" else ("evaluate", "ring_iteration_h100")
-        assert "'': expected a name for" in refusal(capsys, *command, option, "")
-    assert "'': expected a name for" in refusal(capsys, "report", RECORD, "--out", "")
+    assert "'': expected a name for" in refusal(capsys, *command)
 
 
 @pytest.mark.sweep
